@@ -121,13 +121,14 @@ class Borrowed:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Lend the model once more, with the proxies that it had."""
+        """Lend the model once more, with the attributes and proxies that it had."""
         before = [(owner, dict(owner.__dict__)) for owner, _ in (*self.saved, *self.configs)]
         try:
             self.restart()
             for config, attributes in self.configs:
                 config.__dict__.update(attributes)
-            yield
+            with torch.enable_grad():
+                yield
         finally:
             for owner, attributes in before:
                 owner.__dict__.clear()

@@ -41,7 +41,6 @@ from .refuse.saved_writes import require_unchanged
 from .refuse.shared_memory import require_own_memory
 from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
-from .rows.replay import lent_again
 from .rows.sizes import RowTape
 from .writer import has_tensor, number_draws
 
@@ -248,7 +247,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         other = fake_inputs(model, example, fake_mode, None)
         if options.count_items:
             other.add_item_count(fake_mode)
-        with lent_again(held.saved), fake_mode, _dispatch(options):
+        with held.again(), fake_mode, _dispatch(options):
             graph, copies = traced.graph_for(other.tensors)
         return op_graph(graph, other, {name: copies[node] for name, node in nodes.items()})
 

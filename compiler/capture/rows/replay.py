@@ -6,15 +6,12 @@ In: a `RowTape`, and the inputs of another batch. Out: the value of each node. W
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 
 from ....graph.opgraph import value_tensors
-from ....runtime.torch_names import set_grad_enabled
 from .sizes import Asked, Call, CallOutcome, Computed, ModeSwitch, NumberSlot, OtherTrace, RowTape, SizeSlot, looks_of
 
 
@@ -101,21 +98,3 @@ def _same(a: Any, b: Any) -> bool:
 def _shares(tensors: list[torch.Tensor]) -> list[int]:
     storages = [int(t.untyped_storage()._cdata) for t in tensors]
     return [storages.index(storage) for storage in storages]
-
-
-@contextmanager
-def lent_again(saved: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
-    """Modules with the attributes that they had in the trace."""
-    before = [(module, dict(module.__dict__)) for module, _ in saved]
-    grad = torch.is_grad_enabled()
-    try:
-        for module, attributes in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        with torch.enable_grad():
-            yield
-    finally:
-        set_grad_enabled(grad)
-        for module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
