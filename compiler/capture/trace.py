@@ -143,8 +143,6 @@ def record_steps(model: nn.Module, example_inputs: Any, options: TraceOptions) -
 def _record_run(
     model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_mode: FakeTensorMode
 ) -> Recording:
-    if options.count_items:
-        inputs.add_item_count(fake_mode)
     with borrow(model, fakes_of(fake_mode, options.param_dtype), options) as held, _dispatch(options):
         recorder = Recorder(held, fake_mode)
         outputs = run_forward(recorder, inputs, options.loss_fn)
@@ -157,9 +155,7 @@ def _record_run(
 def record_again(recording: Recording, replay: Replay, batch: Any) -> None:
     """Run forward on another batch, against a recording. Raises `Misaligned` where it does something else."""
     held, fake_mode = recording.recorder.held, recording.recorder.fake_mode
-    inputs = fake_inputs(held.model, batch, fake_mode, None)
-    if held.options.count_items:
-        inputs.add_item_count(fake_mode)
+    inputs = _inputs(held.model, batch, held.options, fake_mode)
     with held.again(), _dispatch(held.options):
         replay.finish(run_forward(replay, inputs, held.options.loss_fn), recording.nodes)
 
@@ -169,7 +165,7 @@ def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions, re
     Where these cannot be told apart, as C code reads one, or as forward does something else with the values themselves
     (it asks for their types), they count as read."""
     fake_mode = FakeTensorMode(shape_env=None if options.dynamic is None else LinedShapeEnv())
-    inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic, options.leaves)
+    inputs = _inputs(model, example_inputs, options, fake_mode)
     try:
         found = record(model, inputs, options, fake_mode)
     except _ForLoss as error:
@@ -186,9 +182,14 @@ def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions, re
     return _record_all(model, example_inputs, replace(options, leaves=options.leaves | read), record)
 
 
-def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_mode: FakeTensorMode) -> OpGraph:
+def _inputs(model: nn.Module, batch: Any, options: TraceOptions, fake_mode: FakeTensorMode) -> TraceInputs:
+    inputs = fake_inputs(model, batch, fake_mode, options.dynamic, options.leaves)
     if options.count_items:
         inputs.add_item_count(fake_mode)
+    return inputs
+
+
+def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_mode: FakeTensorMode) -> OpGraph:
     with borrow(model, fakes_of(fake_mode, options.param_dtype), options) as held, _dispatch(options):
         recorder, before = Recorder(held, fake_mode), state_of(held.modules)
         if options.any_rows:
@@ -244,9 +245,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
     traced = TracedRows(recorder.graph, recorder.rows, items)
 
     def graph_at(example: Any) -> OpGraph:
-        other = fake_inputs(model, example, fake_mode, None)
-        if options.count_items:
-            other.add_item_count(fake_mode)
+        other = _inputs(model, example, options, fake_mode)
         with held.again(), fake_mode, _dispatch(options):
             graph, copies = traced.graph_for(other.tensors)
         return op_graph(graph, other, {name: copies[node] for name, node in nodes.items()})
