@@ -131,7 +131,7 @@ class Graphs:
     def _trace(self, count: int, dims: DynamicDims | None = None, any_rows: bool = False) -> OpGraph:
         request, prologue = self.request, self.request.prologue
         inputs, by_user = micro_batch_spec(request.batch.inputs, count), request.loss_weight is not None
-        lent = {} if prologue is None else {"lent": prologue.read_example(count), "made": prologue.inputs}
+        lent = {} if prologue is None else prologue.trace_options(count)
         return trace_loss(
             request.model, inputs, request.loss_fn, by_user, request.types, request.device_kind,
             dynamic=dims, any_rows=any_rows, **lent,

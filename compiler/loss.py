@@ -31,12 +31,14 @@ def capture(
     by_user: bool = False,
     precision: Precision = FP32,
     device_kind: str = "cpu",
+    **options: Any,
 ) -> OpGraph:
     """The op graph of one micro-batch, such that the mean of its losses is that of the whole batch; see `OpGraph.loss`.
 
-    by_user: the user gives `loss_weight`, which replaces what would be counted. Raises `CaptureError` as `trace` does.
+    by_user: the user gives `loss_weight`, which replaces what would be counted. options: as in `trace_loss`. Raises
+    `CaptureError` as `trace` does.
     """
-    return rewrite_loss(trace_loss(model, example_inputs, loss_fn, by_user, precision, device_kind), by_user)
+    return rewrite_loss(trace_loss(model, example_inputs, loss_fn, by_user, precision, device_kind, **options), by_user)
 
 
 def trace_loss(

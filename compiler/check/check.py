@@ -92,8 +92,9 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
     planned = _run_plan(job, batches)
     ours = copy.deepcopy(model)
     settings = job.folder.settings
+    prologue = None if job.replanner is None else job.replanner.prologue
     run, graph = graph_runner(
-        ours, job.plan, job.hardware, batches[0], settings.seed, loss_fn, job.loss_weight, settings.rows
+        ours, job.plan, job.hardware, batches[0], settings.seed, loss_fn, job.loss_weight, settings.rows, prologue
     )
     precision = job.plan.precision
     by_graph = _run_eager(job, ours, run, batches, job.plan.micro_batches)
@@ -152,8 +153,12 @@ def gradient_job(job: Job) -> Job:
         folder.files,
         folder.smaller,
         folder.counts,
+        folder.constants,
     )
-    return Job(job.model, changed, job.programs, ties=ties_of(job.model), loss_weight=job.loss_weight, trust=job.trust)
+    return Job(
+        job.model, changed, job.programs, ties=ties_of(job.model), loss_weight=job.loss_weight, trust=job.trust,
+        replanner=job.replanner,
+    )  # fmt: skip
 
 
 def _roomier(hardware: Hardware) -> Hardware:

@@ -29,6 +29,7 @@ from ...runtime.stage.draws import Draws, micro_batch_seed
 from ..batches.shape import flatten, micro_batch_spec
 from ..capture.guard import LossFn
 from ..capture.inputs import floating_as
+from ..capture.prologue.prologue import Prologue
 from ..job.counts import BatchCounts, LossWeight, part_of
 from ..loss import capture
 from ..plan import Plan
@@ -173,17 +174,18 @@ def graph_runner(
     loss_fn: LossFn | None = None,
     loss_weight: LossWeight | None = None,
     rows: RowFacts = MEAN_OVER_ROWS,
+    prologue: Prologue | None = None,
 ) -> tuple[RunMicroBatch, OpGraph]:
     """A function that runs the captured op graph on `model`'s own parameters, and that graph.
 
     Call this before `model` is cast to a lower precision.
     """
-    inputs = micro_batch_spec(example, plan.micro_batches)
-    kind = hardware.devices[0].kind
-
-    by_user = loss_weight is not None
-    precision = Precision.of(plan.precision)
-    graph = capture(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=precision, device_kind=kind)
+    kind, by_user, precision = hardware.devices[0].kind, loss_weight is not None, Precision.of(plan.precision)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "by_user": by_user, "precision": precision, "device_kind": kind}
+    if prologue is not None:
+        example = prologue.add(example, plan.micro_batches, plan.micro_batches)
+        options |= prologue.trace_options(plan.micro_batches)
+    graph = capture(model, micro_batch_spec(example, plan.micro_batches), **options)
     graph = scaled_loss(graph, rows, plan.micro_batches)
     if precision.float8:
         graph = convert_to_float8(graph, plan.decisions.float8, precision.float8, kind == "cpu")
@@ -193,7 +195,7 @@ def graph_runner(
     first: dict[str, Tensor] = {}  # the values that all micro-batches of a step begin with
 
     def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
-        leaves, _ = flatten(model, batch)
+        leaves, _ = flatten(model, batch if prologue is None else prologue.add(batch, count, count))
         leaves |= counter.inputs(counter.count(batch, leaves, count))
         leaves = part_of(leaves, micro_batch, count)
         for name, buffer in repeated.items():

@@ -119,9 +119,9 @@ class Prologue:
     def _reads_text(self) -> str:
         return ", ".join(sorted(self.reads))
 
-    def read_example(self, count: int) -> dict[str, Tensor]:
-        """The values that forward reads, of the first of `count` micro-batches of the example."""
-        return _read(_cut(self.example, count, 0), self.reads)
+    def trace_options(self, count: int) -> dict[str, Any]:
+        """The options of a trace of the first of `count` micro-batches of the example."""
+        return {"lent": _read(_cut(self.example, count, 0), self.reads), "made": self.inputs}
 
     def _recording(self, count: int) -> Recording:
         """Forward on the first of `count` parts of the example."""

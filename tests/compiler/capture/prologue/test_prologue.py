@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.compiler.check.check import check
 from penstock.errors import BatchError, CaptureError, PlanError
 
 IMAGE, ROWS, TOKENS, PATCHES = 3, 4, 8, 4
@@ -118,6 +119,14 @@ def test_batches_with_images_at_other_places_train_like_eager(micro_batches: int
 def test_auto_finds_the_number_of_micro_batches() -> None:
     with job_of(micro_batches="auto", search_s=1) as job:
         assert_trains_like_eager(job, [batch_of(5)])
+
+
+def test_a_check_of_the_job_compares_it_with_the_model_itself() -> None:
+    job = job_of(Windowed(), micro_batches=2)
+    report = check(job, copy.deepcopy(job.model), [batch_of(1), batch_of(2)])
+    assert report.passed and report.skipped is None and {d.against for d in report.differences} == {
+        "captured graph", "model itself"
+    }  # fmt: skip
 
 
 def test_the_program_reads_what_the_prologue_makes() -> None:
