@@ -273,6 +273,10 @@ class Recorder(GraphWriter):
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
         if func is torch.Tensor.__iter__:
             return iter(self.on_function(torch.Tensor.unbind, (args[0], 0), {}))
+        if func is torch.Tensor.expand_as:  # which reads the shape of the other alone, not its values
+            func, args = torch.Tensor.expand, (args[0], self._other_call(torch.Tensor.size, *args[1:], **kwargs))
+            kwargs = {}
+            call = self._call_of(func, args, kwargs)
         if func in SPARSE:
             args, kwargs, was_sparse = densely(func, args, kwargs)
             self.has_sparse |= was_sparse

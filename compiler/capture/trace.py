@@ -148,8 +148,9 @@ def _record_run(
         outputs = run_forward(recorder, inputs, options.loss_fn)
         nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
         recorder.graph.output(nodes)
-    unused = Dataflow(recorder.graph.nodes).dead(draws=False, writes=True)
-    return Recording(recorder, nodes, recorder.prologue.outputs(recorder.graph), unused)
+    flow = Dataflow(recorder.graph.nodes)
+    unused, removable = (flow.dead(draws=draws, writes=True) for draws in (False, True))
+    return Recording(recorder, nodes, recorder.prologue.outputs(recorder.graph, removable), unused)
 
 
 def record_again(recording: Recording, replay: Replay, batch: Any) -> None:

@@ -8,7 +8,7 @@ Out: the calls of the prologue, and the tensors that it hands to the program.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import Any
 
@@ -81,9 +81,9 @@ class PrologueNodes:
         """Whether a node is of the prologue."""
         return node in self.calls or self.is_made(node)
 
-    def outputs(self, graph: fx.Graph) -> list[fx.Node]:
-        """The nodes of the prologue that other nodes read, in the order in which they do."""
-        readers = [node for node in graph.nodes if not self.has(node)]
+    def outputs(self, graph: fx.Graph, dead: Collection[fx.Node] = ()) -> list[fx.Node]:
+        """The nodes of the prologue that other nodes read, less the dead ones, in the order in which they do."""
+        readers = [node for node in graph.nodes if not self.has(node) and node not in dead]
         return [*dict.fromkeys(arg for node in readers for arg in node.all_input_nodes if self.is_made(arg))]
 
     def inputs_of(self, operands: Any) -> frozenset[str]:
