@@ -110,8 +110,9 @@ class Graphs:
 
     def _capture(self, count: int) -> OpGraph:
         request = self.request
+        is_whole = request.batch.shape.size == 1 and not self.accumulate
         with hide_marks(request.model):
-            graph = rewrite_loss(self._graph(count), request.loss_weight is not None)
+            graph = rewrite_loss(self._graph(count), request.loss_weight is not None, is_whole)
         if request.batch.documents:
             require_borders(graph)
         graph.packed = request.batch.documents

@@ -57,10 +57,11 @@ def trace_loss(
     )
 
 
-def rewrite_loss(graph: OpGraph, by_user: bool) -> OpGraph:
-    """Rewrite the loss, so that its mean over micro-batches is the loss of the whole batch."""
+def rewrite_loss(graph: OpGraph, by_user: bool, is_whole: bool = False) -> OpGraph:
+    """Rewrite the loss, so that its mean over micro-batches is the loss of the whole batch. `is_whole`: it is never
+    cut."""
     require_gradient(graph)
-    return weigh_loss(graph) if by_user else count_terms(graph)
+    return weigh_loss(graph) if by_user else count_terms(graph, is_whole)
 
 
 def refuse_item_count(example_inputs: Any) -> None:

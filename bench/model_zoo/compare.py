@@ -47,7 +47,7 @@ def compare(model: ModelClass) -> dict[str, Any]:
             planned = _train_plan(copy.deepcopy(net), batch, MICRO_BATCHES)
             found.update(_difference(net, eager, planned), micro_batches=MICRO_BATCHES)
             couplings = planned["couplings"]
-        except PlanError as error:
+        except (CaptureError, PlanError) as error:
             if "micro_batches=1 takes" not in str(error):
                 raise
             found.update(_difference(net, eager, _train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)

@@ -30,13 +30,13 @@ IGNORED = -100  # the label that transformers ignore
 _LOW = (torch.float16, torch.bfloat16)
 
 
-def count_terms(graph: OpGraph) -> OpGraph:
+def count_terms(graph: OpGraph, is_whole: bool = False) -> OpGraph:
     """Rewrite the counted terms of `graph.outputs["loss"]` and note all terms in `graph.loss`.
 
-    Terms that are plain means over rows stay as they are.
+    Terms that are plain means over rows stay as they are. is_whole: the graph is of a batch that is never cut.
     """
     rows = min(value.shape[0] for name, value in graph.inputs.items() if name != NUM_ITEMS)  # others have multiples
-    view = BatchView.build(graph, rows)
+    view = BatchView.build(graph, None if is_whole else rows)
     path = LinearPath.to(graph, graph.outputs["loss"], view.depends)
     rewrite = _Rewrite(graph, view, path, idle={node for node in graph.nodes if not node.users})
     terms = [rewrite.term(node) for node in path.terms]
@@ -219,8 +219,15 @@ class _Rewrite:
         for node in waiting:
             found = class_loss(self.graph, node)
             target = found.arguments["target"] if found is not None else None
-            if found is not None and target is not None and self._is_countable(target):
-                return Targets(target, found.arguments["ignore_index"])
+            if found is None or target is None or target.meta["val"].is_floating_point():
+                continue
+            if not self._is_countable(target):
+                raise CaptureError(
+                    f"{node.meta.get('source', '')}\n  forward takes {NUM_ITEMS}, and these targets cannot be counted "
+                    "from a micro-batch's rows: give loss_weight=, a function from a micro-batch's rows to what they "
+                    "count"
+                )
+            return Targets(target, found.arguments["ignore_index"])
         return None
 
     def _count_items(self) -> fx.Node | None:

@@ -49,13 +49,13 @@ class BatchView:
     """The nodes of a graph that depend on the batch, and on nothing that training changes."""
 
     graph: OpGraph
-    rows: int  # of a micro-batch
+    rows: int | None  # of a micro-batch; None for a batch that is never cut
     shared: set[fx.Node] = field(default_factory=set)
     dependent: set[fx.Node] = field(default_factory=set)
     flow: Dataflow = field(init=False)
 
     @staticmethod
-    def build(graph: OpGraph, rows: int) -> BatchView:
+    def build(graph: OpGraph, rows: int | None) -> BatchView:
         view = BatchView(graph, rows, shared_nodes(graph))
         view.flow = Dataflow(graph.nodes)
         view.dependent = view.flow.descendants(node for node in graph.nodes if node.op == "placeholder")
@@ -72,7 +72,9 @@ class BatchView:
 
     def keeps_rows_apart(self, node: fx.Node) -> bool:
         """Whether a value has nothing in which rows of the batch meet: a sum over it is then the sum of its parts'."""
-        return not self.depends(node) or keeps_rows_apart(self.graph, self.closure([node]), node, self.rows)
+        if self.rows is None or not self.depends(node):
+            return True
+        return keeps_rows_apart(self.graph, self.closure([node]), node, self.rows)
 
     def closure(self, nodes: Iterable[fx.Node], stop: Iterable[fx.Node] = ()) -> list[fx.Node]:
         """The nodes that `nodes` are computed from, and those that write into them, in order."""

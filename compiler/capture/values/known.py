@@ -75,7 +75,7 @@ class KnownValues:
         `of_batch`: an input makes it, whatever its operands are."""
         if isinstance(result, torch.Tensor) and not result.requires_grad:
             results = [result]
-        elif type(result) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in result):
+        elif isinstance(result, (tuple, list)) and all(isinstance(item, torch.Tensor) for item in result):
             results = list(result)
         else:
             return

@@ -149,6 +149,42 @@ def test_a_count_of_nothing_known_is_refused() -> None:
         compile_job(Regression(), batch, 1, "balanced", 2)
 
 
+class Images(nn.Module):
+    """Takes images, of which a batch has another number than of rows, and targets that are shifted by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.eyes = Tokens(), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, labels: Tensor, images: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        logits = self.tokens(x) + self.eyes(images).sum()
+        targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        if num_items_in_batch is None:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("images", [ROWS + 1, 3])
+def test_shifted_targets_of_a_batch_that_is_never_cut(images: int) -> None:
+    batch = {**rows(), "images": torch.randn(images, 6)}
+    del batch["mask"]
+    torch.manual_seed(0)
+    model = Images()
+    wanted = eager_step(model, batch, lambda m, b: m(**b))
+    assert_whole(job_step(compile_job(model, batch, 2, "balanced", 1, check=False), batch), wanted)
+
+
+def test_targets_that_cannot_be_counted_are_refused() -> None:
+    class Chosen(TakesCount):
+        def forward(self, x: Tensor, labels: Tensor, mask: Tensor, num_items_in_batch: Tensor) -> Tensor:
+            logits = self.tokens(x)
+            targets = torch.where(logits.amax(-1) > 0, labels, -100)
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / num_items_in_batch
+
+    with pytest.raises(CaptureError, match="cannot be counted"):
+        compile_job(Chosen(), rows(), 1, "balanced", 2)
+
+
 def rows_that_count(batch: dict[str, Tensor]) -> Tensor:
     return (batch["mask"].sum(1) > 2).sum()
 
