@@ -33,8 +33,9 @@ def _lines(rows: Sequence[Row], listed: int) -> Iterator[str]:
         f"Made by `make zoo` from `bench/results/zoo.jsonl`: classes of transformers {versions} that have a loss, from "
         "the library's own registries. Each is built from its configuration's defaults made small, and trained for two "
         "steps with SGD by eager PyTorch over the whole batch, and by a plan of two stages on two CPU devices with two "
-        "micro-batches. Equal means: losses and weights within 1e-5, relative, in fp32. Where rows are coupled "
-        "(BatchNorm), one micro-batch is compared, as the search would choose."
+        "micro-batches. Equal means: losses and weights within 1e-5, relative, in fp32; or in fp64, in which what is "
+        "rounding falls at least tenfold. Where rows are coupled (BatchNorm), one micro-batch is compared, as the "
+        "search would choose."
     )
     yield ""
     yield f"The rows are of {len(rows)} classes; the registries list {listed}, of which some have no loss."

@@ -106,7 +106,7 @@ class PrologueNodes:
 def find_rows(name: str, node: fx.Node, whole: Tensor, parts: Sequence[Tensor]) -> MadeInput:
     """The input in place of an output of a prologue, which is this in a whole batch and in its parts. Raises
     `CaptureError` where the parts do not come to the whole."""
-    found = [MadeInput(name, dim) for dim in range(whole.dim())] + [MadeInput(name, None, whole)]
+    found = [MadeInput(name, dim) for dim in range(whole.dim()) if whole.numel()] + [MadeInput(name, None, whole)]
     base = node.args[0] if node.target is operator.getitem else node
     if isinstance(base, fx.Node) and function_name(base.target) == "nonzero":
         found.append(MadeInput(name, is_place=True))

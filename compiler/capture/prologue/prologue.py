@@ -74,7 +74,7 @@ class Prologue:
             if not one:
                 raise CaptureError(f"{error}\n  micro_batches=1 takes the batch whole") from error
         return tuple(
-            MadeInput(f"prologue_{i}") if value.dim() else MadeInput(f"prologue_{i}", None, value)
+            MadeInput(f"prologue_{i}") if value.dim() and len(value) else MadeInput(f"prologue_{i}", None, value)
             for i, value in enumerate(whole)
         )
 
