@@ -56,7 +56,7 @@ def compare(model: ModelClass) -> dict[str, Any]:
             found.update(_difference(net, eager, _train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)
             found["detail"] = f"rows are coupled: {couplings[0]}"
         if not _is_equal(found):
-            found.update(_in_double(net, batch, found))
+            found.update(_double_differences(net, batch, found))
     except PenstockError as error:
         return {**found, "outcome": "refused", "error": type(error).__name__, "detail": str(error)[:1500],
                 "line": _line(error)}  # fmt: skip
@@ -66,7 +66,7 @@ def compare(model: ModelClass) -> dict[str, Any]:
     return {**found, "outcome": "equal" if _is_equal(found) else "different"}
 
 
-def _in_double(net: nn.Module, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
+def _double_differences(net: nn.Module, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
     """The differences in fp64, less a tenth of those in fp32: what is wrong stays as it is, and rounding falls, also of
     a model that computes some of it in fp32 itself."""
     net = copy.deepcopy(net).double()

@@ -49,13 +49,13 @@ def change(model: Any, h: Tensor) -> Tensor:
     return h * len(own.unique()) if model.sizes[1].item() == 3 else h
 
 
-def named(model: Any, h: Tensor) -> Tensor:
+def read_tuple(model: Any, h: Tensor) -> Tensor:
     largest = model.sizes.max(dim=0)  # a named tuple
     mask = (model.sizes == largest.values)[:, None].expand_as(h[:2])  # of which the shape alone is read
     return h * h[:2][mask].numel() * int(largest.indices)
 
 
-@pytest.mark.parametrize("function", [split, repeat, branch, change, named])
+@pytest.mark.parametrize("function", [split, repeat, branch, change, read_tuple])
 def test_known_of_constants_are_part_of_the_program(function: Any) -> None:
     model, x = Model(function, sizes=torch.tensor([1, 3])), torch.randn(3, 4)
     graph = trace(model, x)
