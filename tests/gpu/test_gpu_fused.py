@@ -121,4 +121,4 @@ def test_the_planned_memory_is_what_a_step_takes(fused: bool) -> None:
         job.sync()
         peak, _ = gpu_sections.allocator_peak(SETUP, job, data[0], before_bytes)
         planned = job.plan.predicted.peak_bytes[job.hardware.devices[0].name]
-    assert 0 < peak <= planned
+    assert (0 if fused else 0.75 * planned) < peak <= planned  # kernels take less than the calls that they replace
