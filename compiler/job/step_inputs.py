@@ -132,8 +132,10 @@ class StepInputs:
 
     def inputs_for(self, loaded: Collection[str]) -> list[str]:
         """The inputs of the user's batch that a process needs whose devices load these: counts are no inputs of the
-        batch, but are made from some."""
+        batch, but are made from some, and a prologue runs forward on all of it."""
         loaded = set(loaded) - {SIZES}
+        if loaded and self.feed.prologue is not None:
+            return sorted(self.feed.shape.leaves.keys() - self.feed.prologue.names)
         own = loaded.difference(self.rules.names)
         if own == loaded:
             return sorted(own)

@@ -110,6 +110,7 @@ def assert_trains_like_eager(job: penstock.Job, batches: list[dict[str, Tensor]]
 def test_batches_with_images_at_other_places_train_like_eager(micro_batches: int, num_devices: int) -> None:
     """Positions and masks differ from batch to batch; the first input has several entries for each row."""
     with job_of(num_devices=num_devices, micro_batches=micro_batches) as job:
+        assert job.inputs == sorted(batch_of(0))
         assert_trains_like_eager(job, [batch_of(seed) for seed in (0, 1, 2)])
         job.sync()
         found, loss = job.evaluate(batch_of(3)).loss, job.model(**batch_of(3))["loss"]
