@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compiler.batches.shape import number_of_rows
 from ...compiler.job.job import Job
 from ...compiler.packing.documents import IGNORED
 from ...ir.errors import BatchError
@@ -17,7 +18,8 @@ from ...runtime.torch_names import BatchNorm
 
 TOKENS = "input_ids"
 AS_LONG_AS = {"decoder_input_ids": "labels", "decoder_attention_mask": "labels"}  # where the collator makes them
-PADDED_WITH_0 = ("attention_mask", "token_type_ids", "decoder_attention_mask")
+PADDED = (TOKENS, "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
+PADDED += ("decoder_input_ids", "decoder_attention_mask")
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,7 @@ class BatchForm:
         found = f"the batch's {name!r} has rows of {value.shape[1]}, and those of this run have {length}"
         if value.shape[1] > length:
             raise BatchError(f"{found}; give the trainer max_length={value.shape[1]} or more, or truncate the rows")
-        fill = {TOKENS: self.pad_id, "decoder_input_ids": self.pad_id, "labels": IGNORED} | dict.fromkeys(
-            PADDED_WITH_0, 0
-        )
+        fill = dict.fromkeys(PADDED, 0) | {TOKENS: self.pad_id, "decoder_input_ids": self.pad_id, "labels": IGNORED}
         if name not in fill or unmasked:
             what = "there is no attention_mask" if unmasked else "nothing says how to pad it"
             raise BatchError(f"{found}, and {what}; pad all rows to one length: padding='max_length'")
@@ -63,7 +63,8 @@ class BatchForm:
         missing = self.rows - count_rows(batch)
         if missing == 0:
             return batch
-        found = {name: torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for name, value in batch.items()}
+        first = take_rows(batch, 0, 1)
+        found = {name: torch.cat([value, *[first[name]] * missing]) for name, value in batch.items()}
         found["labels"][-missing:] = IGNORED
         return found
 
@@ -74,9 +75,10 @@ def form_of(
     """The form of a run whose first batch this is. Lengths are `max_length`, or those of the longest rows, or the first
     batch's where rows are no token ids; `multiple`: what the collator makes lengths a multiple of."""
     longest = {} if max_length is not None else longest_rows(datasets)
-    lengths = {}
+    lengths, width = {}, batch[TOKENS].shape[1] if TOKENS in batch and batch[TOKENS].dim() == 2 else None
     for name, value in batch.items():
-        if value.dim() == 2 and not value.is_floating_point():  # else it is as wide as there are classes or features
+        is_long = width is None or value.shape[1:] == (width,) or name in PADDED
+        if value.dim() == 2 and not value.is_floating_point() and is_long:  # else it has classes, features or sizes
             own = AS_LONG_AS.get(name, name)
             known = max_length or longest.get(own) or longest.get(TOKENS) or 0
             known = -(-known // multiple) * multiple
@@ -130,7 +132,20 @@ def join_batches(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def count_rows(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
+    """The rows of a batch, of which some inputs may have several entries each, such as patches of images."""
+    return len(batch[TOKENS]) if TOKENS in batch else number_of_rows([len(value) for value in batch.values()])
+
+
+def take_rows(batch: Mapping[str, Tensor], first: int, end: int) -> dict[str, Tensor]:
+    """The rows from `first` to before `end`. Raises `BatchError` for an input whose entries do not tell their row."""
+    rows = count_rows(batch)
+    for name, value in batch.items():
+        if len(value) % rows:
+            raise BatchError(
+                f"the batch's {name!r} has {len(value)} entries for {rows} rows, so that nothing says which belong to "
+                "a row: allowed are as many for each row, such as images of one size"
+            )
+    return {name: value[first * len(value) // rows : end * len(value) // rows] for name, value in batch.items()}
 
 
 def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module, job: Job | None = None) -> str:

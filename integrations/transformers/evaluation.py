@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...compiler.job.job import Job
 from ...compiler.packing.documents import IGNORED
-from .batches import BatchForm, count_rows
+from .batches import BatchForm, count_rows, take_rows
 
 
 def shifts_labels(model: Any) -> bool:
@@ -30,13 +30,15 @@ def evaluate(
     total, count = 0.0, 0
     found: list[dict[str, Tensor]] = []
     has_loss = True
-    for first in range(0, count_rows(batch), form.rows):
-        part = {name: value[first : first + form.rows] for name, value in batch.items()}
+    rows = count_rows(batch)
+    for first in range(0, rows, form.rows):
+        part = take_rows(batch, first, min(first + form.rows, rows))
         given = job.evaluate(form.fill(part), outputs=outputs)
         has_loss = "loss" in given
         if has_loss and (here := _count(part, shifted)):
             total, count = total + float(given.loss) * here, count + here
-        found.append({name: value[: count_rows(part)] for name, value in given.items() if value.dim()})
+        kept = {name: value for name, value in given.items() if value.dim()}
+        found.append({name: value[: len(value) * count_rows(part) // form.rows] for name, value in kept.items()})
     gathered = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     return torch.tensor(total / count if count else math.nan) if has_loss else None, gathered
 

@@ -24,7 +24,7 @@ from ...training.listener import Listener
 from ...training.live.server import PageServer
 from ...training.live.terminal import TerminalView, view_on
 from ...training.watch import StragglerWatch
-from .batches import TOKENS, BatchForm, count_rows, form_of, join_batches, why_not_fillable
+from .batches import TOKENS, BatchForm, count_rows, form_of, join_batches, take_rows, why_not_fillable
 from .callbacks import SetOptions, SyncFirst, refuse_callbacks
 from .evaluation import evaluate, shifts_labels
 from .refusals import (
@@ -391,7 +391,7 @@ class StepsByJob(Host):
         state = self.accelerator.gradient_state
         if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
             return batch
-        return {name: value[: state.remainder] for name, value in batch.items()}
+        return take_rows(batch, 0, state.remainder)
 
     def _prediction_of_model(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any, reason: str) -> Any:
         logger.warning("evaluated by the model on %s, not by the job: %s", self.args.device, reason)

@@ -24,7 +24,7 @@ from penstock.ir.machine.hardware import Hardware
 
 TOLERANCE = 1e-5  # fp32 on one device and one thread, micro-batches summed in another order
 FAST = {"strategy": "mobius", "micro_batches": 2}  # no search
-VOCABULARY = 61
+VOCABULARY, IMAGE = 61, 60
 
 
 def causal():
@@ -73,6 +73,40 @@ def seq2seq():
     )  # fmt: skip
     rows = [{**row(i, 8 + i % 7), "labels": row(99 + i, 4 + i % 3)["input_ids"]} for i in range(32)]
     return T5ForConditionalGeneration(config), rows
+
+
+class Eyes(torch.nn.Module):
+    """Reads how many patches an image has, as vision-language models do, and puts them in the place of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner, self.head = (
+            torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(6, 16), torch.nn.Linear(16, VOCABULARY),
+        )  # fmt: skip
+
+    def forward(self, input_ids, pixel_values, image_grid_thw, labels, attention_mask=None):
+        images = self.inner(pixel_values).split(image_grid_thw.prod(-1).tolist())
+        seen = torch.cat([image + image.mean(0) for image in images])
+        h = self.embed(input_ids).masked_scatter((input_ids == IMAGE)[..., None], seen)
+        logits = self.head(h + h.cumsum(1) / 8)
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def vision():
+    """Rows of 8 to 14 tokens, of which the first four are those of an image of four patches."""
+    torch.manual_seed(0)
+    rows = [row(i, 8 + i % 7) for i in range(30)]
+    for each in rows:
+        each["input_ids"].clamp_(max=IMAGE - 1)
+        each["input_ids"][:4], each["labels"][:4] = IMAGE, -100
+        each |= {"pixel_values": torch.randn(4, 6), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    return Eyes(), rows
+
+
+def joining(rows):
+    """A collator that pads tokens and joins images."""
+    images = {name: torch.cat([each[name] for each in rows]) for name in ("pixel_values", "image_grid_thw")}
+    return {**images, **padding([{name: each[name] for name in each if name not in images} for each in rows])}
 
 
 def padding(rows):

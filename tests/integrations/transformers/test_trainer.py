@@ -21,6 +21,7 @@ from penstock.tests.integrations.transformers.runs import (
     both,
     causal,
     classifier,
+    joining,
     llama,
     make_case,
     padding,
@@ -28,6 +29,7 @@ from penstock.tests.integrations.transformers.runs import (
     seq2seq,
     tell_of,
     train_steps,
+    vision,
 )
 from penstock.training import watch
 from penstock.training.logs.jsonl import JsonLog
@@ -40,6 +42,14 @@ def test_same_run_of_a_causal_model(tmp_path):
 def test_same_run_of_rows_of_many_lengths_and_a_short_last_batch(tmp_path):
     """30 rows are 7 steps of 4 and one of 2, for two epochs."""
     require_equal(*both(llama, tmp_path, {"data_collator": padding}, max_steps=-1, num_train_epochs=2))
+
+
+def test_same_run_of_a_model_that_sees(tmp_path):
+    """Inputs have several entries a row; a last batch is short, and an evaluation has 7 rows."""
+    changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "eval_strategy": "epoch"}
+    ours, plain = both(vision, tmp_path, {"data_collator": joining}, max_steps=-1, num_train_epochs=1, **changes)
+    require_equal(ours, plain)
+    torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
 
 
 @pytest.mark.slow
