@@ -143,7 +143,7 @@ def take_rows(batch: Mapping[str, Tensor], first: int, end: int) -> dict[str, Te
         if len(value) % rows:
             raise BatchError(
                 f"the batch's {name!r} has {len(value)} entries for {rows} rows, so that nothing says which belong to "
-                "a row: allowed are as many for each row, such as images of one size"
+                "a row: allowed is the same number for each row, such as images of one size"
             )
     return {name: value[first * len(value) // rows : end * len(value) // rows] for name, value in batch.items()}
 

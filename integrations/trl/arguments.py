@@ -56,11 +56,14 @@ def refuse_sft(args: Any) -> None:
 
 
 def refuse_images(dataset: Any) -> None:
-    """Raise `PlanError` for rows with images, which TRL's collator turns into tensors of changing shapes."""
+    """Raise `PlanError` for pairs with images, of which TRL's collator has a form of its own."""
     row: Any = next(iter(dataset), {}) if dataset is not None else {}
     for name in ("image", "images"):
         if name in row:
-            raise PlanError(f"train_dataset has {name!r}: TRL's trainers over a Job take text; leave the column out")
+            raise PlanError(
+                f"train_dataset has {name!r}: PenstockDPOTrainer takes pairs of text; leave the column out, or train "
+                "on the chosen answers with PenstockSFTTrainer"
+            )
 
 
 def refuse_dpo(args: Any) -> None:

@@ -10,7 +10,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ...compiler.packing.documents import IGNORED
 from ..transformers.steps import StepsByJob
-from .arguments import default_folder, refuse_images, refuse_sft, with_plan_defaults
+from .arguments import default_folder, refuse_sft, with_plan_defaults
 from .packed import NUM_TOKENS, PackedCollator, longest_row
 
 
@@ -23,7 +23,6 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
         if args is None:
             args = SFTConfig(default_folder(model, "SFT"))
         refuse_sft(args)
-        refuse_images(kwargs.get("train_dataset"))
         super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
         if self.padding_free:
             config: Any = self.args

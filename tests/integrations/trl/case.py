@@ -6,10 +6,22 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from trl import DPOConfig, DPOTrainer, SFTConfig
 
 from penstock.integrations.trl import PenstockDPOTrainer, PenstockSFTTrainer
@@ -59,6 +71,46 @@ def chats(rows: int = 16, seed: int = 0) -> Dataset:
 def texts(rows: int = 40, seed: int = 0) -> Dataset:
     draw = torch.Generator().manual_seed(seed)
     return Dataset.from_list([{"text": words(draw, 2, 14)} for _ in range(rows)])
+
+
+IMAGES = (
+    "{% for m in messages %}{{ '<a> ' if m['role'] == 'assistant' else '<u> ' }}{% for part in m['content'] %}"
+    "{{ '<image> ' if part['type'] == 'image' else part['text'] + ' ' }}{% endfor %}<e> {% endfor %}"
+)
+
+
+def image_chats(rows: int = 16, seed: int = 0) -> Dataset:
+    """Turns with a small image of noise each, which the collator gives to the processor."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(rows):
+        noise = torch.randint(0, 256, (28, 40, 3), generator=draw, dtype=torch.uint8).numpy()
+        question = [{"type": "image", "text": None}, {"type": "text", "text": words(draw, 2, 5)}]
+        answer = [{"type": "text", "text": words(draw, 2, 6)}]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        made.append({"images": [Image.fromarray(noise)], "messages": turns})
+    return Dataset.from_list(made)
+
+
+def processor() -> LlavaProcessor:
+    own = tokenizer()
+    own.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    return LlavaProcessor(
+        image_processor=images, tokenizer=own, patch_size=14, vision_feature_select_strategy="default",
+        chat_template=IMAGES, image_token="<image>", num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+def llava() -> LlavaForConditionalGeneration:
+    """Four tokens an image; the id of that token follows those of the words."""
+    torch.manual_seed(0)
+    text = LlamaConfig(**{**llama().config.to_dict(), "vocab_size": VOCABULARY + 1})
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=VOCABULARY, image_seq_length=4)
+    return LlavaForConditionalGeneration(config)
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:

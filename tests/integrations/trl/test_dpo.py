@@ -16,6 +16,7 @@ from penstock.tests.integrations.trl.case import (
     TOLERANCE,
     chat_preferences,
     experts,
+    image_chats,
     llama,
     preferences,
     require_equal,
@@ -169,6 +170,11 @@ def test_refuses_a_loss_of_routers(tmp_path):
 def test_refuses_metrics_of_logits(tmp_path):
     with pytest.raises(PlanError, match="compute_metrics"):
         make(PenstockDPOTrainer, tmp_path, more={"compute_metrics": lambda prediction: {}})
+
+
+def test_refuses_images(tmp_path):
+    with pytest.raises(PlanError, match="PenstockSFTTrainer"):
+        make(PenstockDPOTrainer, tmp_path, rows=lambda *args: image_chats(2))
 
 
 def test_refuses_a_last_batch_that_is_short(tmp_path):

@@ -8,10 +8,9 @@ import sys
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 import penstock.integrations.trl
 from penstock.errors import BatchError, PlanError
@@ -22,8 +21,10 @@ from penstock.tests.integrations.trl.case import (
     chats,
     completions,
     experts,
+    image_chats,
     llama,
-    options,
+    llava,
+    processor,
     require_equal,
     run_of,
     tell_of,
@@ -169,9 +170,20 @@ def test_refuses_a_loss_of_ones_own(tmp_path):
         make(PenstockSFTTrainer, tmp_path, COMPLETION, more={"compute_loss_func": lambda *a, **k: 0})
 
 
-def test_refuses_images(tmp_path):
-    with pytest.raises(PlanError, match="'images'"):
-        PenstockSFTTrainer(llama(), SFTConfig(**options(tmp_path)), train_dataset=Dataset.from_list([{"images": []}]))
+def test_same_run_with_images(tmp_path):
+    """Every step takes rows of one length, so that `max_length` is to be given."""
+    runs = []
+    for kind, own in ((PenstockSFTTrainer, {"max_length": 24}), (SFTTrainer, {})):
+        more = {"model": llava(), "processing_class": processor(), **own}
+        runs.append(run_of(kind, tmp_path / kind.__name__, image_chats, more, max_length=None))
+        runs[-1].train()
+    require_equal(*runs)
+
+
+def test_longer_rows_than_the_first_ask_for_max_length(tmp_path):
+    more = {"model": llava(), "processing_class": processor(), "max_length": 8}
+    with pytest.raises(BatchError, match="give the trainer max_length="):
+        run_of(PenstockSFTTrainer, tmp_path, image_chats, more, max_length=None).train()
 
 
 def test_says_what_to_install(monkeypatch):
