@@ -18,8 +18,10 @@ from ...runtime.torch_names import BatchNorm
 
 TOKENS = "input_ids"
 AS_LONG_AS = {"decoder_input_ids": "labels", "decoder_attention_mask": "labels"}  # where the collator makes them
-PADDED = (TOKENS, "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
-PADDED += ("decoder_input_ids", "decoder_attention_mask")
+PADDED = (
+    TOKENS, "labels", "attention_mask", "token_type_ids", "mm_token_type_ids", "decoder_input_ids",
+    "decoder_attention_mask",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
