@@ -228,7 +228,7 @@ def _check_shards(draft: Draft) -> None:
 def _picks(graphs: Graphs, shape: BatchShape, result: SearchResult) -> tuple[fx.GraphModule | None, PickRules]:
     """The check of a micro-batch of the plan, from the graph that no pass has rewritten."""
     name, value = next((name, value) for name, value in result.best.draft.graph.inputs.items() if name in shape.leaves)
-    return picked_rows(graphs(shape.leaves[name][0][0] // value.shape[0]))
+    return picked_rows(graphs(shape.entries(name, shape.size) // value.shape[0]))
 
 
 def _folder(

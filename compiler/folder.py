@@ -46,7 +46,7 @@ def _dtype(name: str) -> str:
 
 
 Size = Annotated[int, Field(gt=0, lt=1 << 40)]
-BatchRow = tuple[str, Annotated[tuple[Size, ...], Field(min_length=1)], Annotated[str, AfterValidator(_dtype)]]
+BatchRow = tuple[str, tuple[Size, ...], Annotated[str, AfterValidator(_dtype)]]
 
 COUNTS_FILE = "counts.py"
 MOST_NAMES = 8  # of devices in a header

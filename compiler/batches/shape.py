@@ -25,7 +25,7 @@ class BatchShape:
     An input may have several entries for each row, such as the patches of an image: each micro-batch takes those of its
     rows, in order. `flags` are its other leaves (numbers, switches, None) as text: capture makes them
     part of the programs, but for those of `ANY` value. A batch that cannot be cut (`is_whole`) has one row, to which
-    all entries of all inputs belong, and is one micro-batch.
+    all entries of all inputs belong, and is one micro-batch. Only such a batch may have tensors without dimensions.
     """
 
     leaves: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -41,35 +41,38 @@ class BatchShape:
         leaves = {name: _shape(value) for name, value in tensors.items()}
         if not leaves:
             raise PlanError("example_inputs holds no tensor; pass one global batch as a dict or tuple of tensors")
-        sizes = {name: shape[0] if shape else 0 for name, (shape, _) in leaves.items()}
+        sizes = {name: shape[0] for name, (shape, _) in leaves.items() if shape}
         size = number_of_rows([*_outer_sizes(example_inputs)] or sizes.values())
         first = next((name for name, found in sizes.items() if found == size), "")
-        targets = _list_of_rows(example_inputs)
-        if one and all(sizes.values()) and (targets or any(found % size for found in sizes.values())):
+        targets, single = _list_of_rows(example_inputs), [name for name in leaves if name not in sizes]
+        is_cut = not (targets or single or any(found % size for found in sizes.values()))
+        if one and all(sizes.values()) and not is_cut:
             return BatchShape(leaves, 1, flags, is_whole=True)
         if targets:
             raise PlanError(
                 f"example_inputs[{targets!r}] is a list with an entry for each row: a batch is cut into micro-batches "
                 f"along the first dimension of its tensors, and this list is not; micro_batches=1 takes it whole"
             )
-        for name, found in sizes.items():
-            if found == 0 or found % size:
+        for name in leaves:
+            found = sizes.get(name)
+            if not found or found % size:
                 raise PlanError(
-                    f"example_inputs[{name!r}] has first dimension {found or 'none'}, {first!r} has {size}: every "
-                    f"input is cut into micro-batches along its first dimension, which is {size} or a multiple of it; "
-                    f"expand {name!r} to {size} rows, transpose it, or make it a tensor attribute of the model if it "
-                    "is the same at every step" + ("; micro_batches=1 takes the batch whole" if found else "")
+                    f"example_inputs[{name!r}] has first dimension {'none' if found is None else found}, {first!r} has "
+                    f"{size}: every input is cut into micro-batches along its first dimension, which is {size} or a "
+                    f"multiple of it; expand {name!r} to {size} rows, transpose it, or make it a tensor attribute of "
+                    "the model if it is the same at every step"
+                    + ("" if found == 0 else "; micro_batches=1 takes the batch whole")
                 )
         return BatchShape(leaves, size, flags)
 
     def entries(self, name: str, rows: int) -> int:
-        """The first dimension of an input in a batch of `rows` rows."""
-        return self.leaves[name][0][0] * rows // self.size
+        """The first dimension of an input in a batch of `rows` rows; 1 for a tensor without dimensions."""
+        return _entries(self.leaves[name][0]) * rows // self.size
 
     @property
     def wide(self) -> dict[str, int]:
         """The inputs with several entries for each row, and how many."""
-        each = {name: shape[0] // self.size for name, (shape, _) in self.leaves.items()}
+        each = {name: self.entries(name, 1) for name in self.leaves}
         return {} if self.is_whole else {name: count for name, count in each.items() if count > 1}
 
     def check_divisible(self, micro_batches: int) -> None:
@@ -91,16 +94,17 @@ class BatchShape:
         Raises `BatchError` for other names, shapes, dtypes or flags than compiled, and what `plain_tensor` refuses.
         """
         found = self.tensors(model, batch, self.leaves if needed is None else needed)
-        own = {name: value.shape[0] if value.dim() else 0 for name, value in found.items()}
+        own = {name: _entries(tuple(value.shape)) for name, value in found.items()}
         is_part = part_size is not None and all(own[name] == self.entries(name, part_size) for name in found)
         rows = part_size if is_part and part_size is not None else self.size
         for name, value in found.items():
-            (_, *rest), dtype = self.leaves[name]
-            size = self.entries(name, rows)
-            if tuple(value.shape) != (size, *rest):
+            shape, dtype = self.leaves[name]
+            expected = (self.entries(name, rows), *shape[1:])[: len(shape)]
+            if tuple(value.shape) != expected:
+                only_rows = bool(shape) and tuple(value.shape[1:]) == shape[1:]
                 raise BatchError(
-                    f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{[size, *rest]}; "
-                    + self._advice(name, [*value.shape[1:]] == rest, part_size)
+                    f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{list(expected)}; "
+                    + self._advice(name, only_rows, part_size)
                 )
         return found
 
@@ -164,9 +168,19 @@ def number_of_rows(sizes: Collection[int]) -> int:
 
 def rows_of_leaves(leaves: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     """The rows of a batch that was compiled; one row of a batch that is taken whole."""
-    sizes = [shape[0] for shape, _ in leaves.values()]
+    sizes = [_entries(shape) for shape, _ in leaves.values()]
     rows = number_of_rows(sizes)
-    return 1 if any(size % rows for size in sizes) else rows
+    is_whole = any(size % rows for size in sizes) or not all(shape for shape, _ in leaves.values())
+    return 1 if is_whole else rows
+
+
+def _entries(shape: tuple[int, ...]) -> int:
+    return shape[0] if shape else 1
+
+
+def program_inputs(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The leaves as programs take them, with at least one dimension: one entry in place of none."""
+    return {name: value if value.dim() else value.reshape(1) for name, value in leaves.items()}
 
 
 def _outer_sizes(batch: Any) -> Iterator[int]:
@@ -198,7 +212,8 @@ def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
     """The same nest with each tensor replaced by the shape of one micro-batch."""
     if is_spec(example_inputs) or isinstance(example_inputs, torch.Tensor):
         shape, dtype = _shape(example_inputs)
-        return {"shape": [shape[0] // micro_batches, *shape[1:]], "dtype": str(dtype).removeprefix("torch.")}
+        rows = [shape[0] // micro_batches] if shape else []
+        return {"shape": [*rows, *shape[1:]], "dtype": str(dtype).removeprefix("torch.")}
     if isinstance(example_inputs, Mapping):
         return {key: micro_batch_spec(value, micro_batches) for key, value in example_inputs.items()}
     if isinstance(example_inputs, (tuple, list)):

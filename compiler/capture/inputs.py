@@ -12,7 +12,7 @@ import inspect
 import keyword
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -26,14 +26,26 @@ from ..packing.varying_inputs import UnreadLeaf
 from .dynamic import DynamicDims, TracedSizes
 
 
+@dataclass(frozen=True)
+class SingleEntry:
+    """A tensor without dimensions: forward gets the only entry of `tensor`, which the program is given."""
+
+    tensor: torch.Tensor
+
+
 @dataclass
 class TraceInputs:
-    """The user's batch on fake tensors."""
+    """The user's batch on fake tensors, those without dimensions as `SingleEntry`s."""
 
     batch: Any = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # placeholder name -> fake tensor
     symbols: dict[str, Any] = field(default_factory=dict)
     leaves: dict[str, UnreadLeaf] = field(default_factory=dict)  # texts and numbers that nobody may have to read
+
+    def take_entries(self) -> TraceInputs:
+        """The inputs with the entry in place of each `SingleEntry`. Called while forward is recorded."""
+        batch = tree_map(lambda x: x.tensor.reshape(()) if type(x) is SingleEntry else x, self.batch)
+        return replace(self, batch=batch)
 
     def read_leaves(self) -> set[str]:
         """The texts and numbers of the batch that forward or the loss has read."""
@@ -110,21 +122,21 @@ class _Faker:
             return self.made.leaves.setdefault(name, UnreadLeaf(name, value))
         return value  # part of the program, not an input
 
-    def _fake(self, name: str, value: Any) -> torch.Tensor:
+    def _fake(self, name: str, value: Any) -> torch.Tensor | SingleEntry:
         if name in self.made.tensors:
             raise CaptureError(f"two inputs are both called {name!r} once made legal Python names: rename one")
-        shape = value["shape"] if is_spec(value) else value.shape
+        shape = tuple(value["shape"] if is_spec(value) else value.shape)
         dtype = _dtype(name, value.get("dtype", "float32") if is_spec(value) else value.dtype)
-        sizes = tuple(shape) if self.sizes is None else self.sizes.shape(name, tuple(shape))
+        sizes = shape or (1,) if self.sizes is None else self.sizes.shape(name, shape)
         with self.fake_mode:
-            if isinstance(value, torch.Tensor) and self.sizes is None and value.layout == torch.strided:
+            if shape and isinstance(value, torch.Tensor) and self.sizes is None and value.layout == torch.strided:
                 fake = torch.empty_strided(sizes, value.stride(), dtype=dtype, device="cpu")
             else:
                 fake = torch.empty(sizes, dtype=dtype, device="cpu")
         if isinstance(value, torch.Tensor) and value.requires_grad:
             fake.requires_grad_()
         self.made.tensors[name] = fake
-        return fake
+        return fake if shape else SingleEntry(fake)
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:

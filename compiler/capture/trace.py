@@ -289,8 +289,7 @@ def run_forward(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None)
     if options.made:
         made = {each.name for each in options.made}
         inputs = replace(inputs, batch={key: value for key, value in inputs.batch.items() if key not in made})
-    args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None, options.for_loss)
-    dtype = options.input_dtype
+    dtype, kwargs = options.input_dtype, dict[str, Any]()
     with torch.enable_grad():
         for name, fake in inputs.tensors.items():
             recorder.placeholder(name, fake)
@@ -299,6 +298,8 @@ def run_forward(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None)
             recorder.learn_sizes(fake)
         try:
             with recorder.recording():
+                inputs = inputs.take_entries()
+                args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None, options.for_loss)
                 args, kwargs = floating_as(dtype, (args, kwargs))
                 output = model(*args, **inputs.item_count(), **kwargs)
                 return named_outputs(model, output, inputs, loss_fn)

@@ -26,7 +26,7 @@ from ...runtime.optimizer.rounding import round_into
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.quantised.libraries import float8
 from ...runtime.stage.draws import Draws, micro_batch_seed
-from ..batches.shape import flatten, micro_batch_spec
+from ..batches.shape import flatten, micro_batch_spec, program_inputs
 from ..capture.guard import LossFn
 from ..capture.inputs import floating_as
 from ..capture.prologue.prologue import Prologue
@@ -195,7 +195,8 @@ def graph_runner(
     first: dict[str, Tensor] = {}  # the values that all micro-batches of a step begin with
 
     def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
-        leaves, _ = flatten(model, batch if prologue is None else prologue.add(batch, count, count))
+        given, _ = flatten(model, batch if prologue is None else prologue.add(batch, count, count))
+        leaves = program_inputs(given)
         leaves |= counter.inputs(counter.count(batch, leaves, count))
         leaves = part_of(leaves, micro_batch, count)
         for name, buffer in repeated.items():

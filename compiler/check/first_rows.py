@@ -23,7 +23,7 @@ from ...runtime.forced_eager import forced_eager
 from ...runtime.optimizer.hooks import call_hooks
 from ...runtime.stage.draws import Draws, micro_batch_seed
 from ...runtime.torch_names import tree_leaves, tree_map
-from ..batches.shape import BatchShape, as_dicts, flatten, micro_batch_spec
+from ..batches.shape import BatchShape, as_dicts, flatten, micro_batch_spec, program_inputs
 from ..capture.guard import Borrowed, TraceOptions, borrow
 from ..capture.inputs import TraceInputs, forward_arguments, named_outputs, untaken_key
 from ..graphs import Graphs
@@ -128,7 +128,7 @@ class _Comparison:
         loss = self.graph.loss
         counter = BatchCounts(loss.rules, loss.counts, loss.divisors, loss_weight=self.request.loss_weight)
         try:
-            return counter.inputs(counter.count(self.batch, flatten(self.model, self.batch)[0], 1))
+            return counter.inputs(counter.count(self.batch, program_inputs(flatten(self.model, self.batch)[0]), 1))
         except BatchError as error:
             raise _NotCompared(str(error)) from None
 
@@ -203,7 +203,8 @@ class _Comparison:
                 params[name].copy_(call_hooks(change.calls, params[name]))
         module = build_module(self.model, self.graph.graph, self.graph.unregistered_tensors)
         prologue = self.request.prologue
-        leaves = flatten(self.model, batch if prologue is None else prologue.add(batch, 1, self.count))[0] | self.counts
+        given = flatten(self.model, batch if prologue is None else prologue.add(batch, 1, self.count))[0]
+        leaves = program_inputs(given) | self.counts
         draws = Draws("the op graph", module, self.device)
         with draws.seed_draws(self._seed):
             outputs = _Watched(module, draws, seen, {node.name for node in nodes}).run(

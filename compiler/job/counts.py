@@ -141,7 +141,7 @@ def part_of(batch: Any, micro_batch: int, count: int) -> Any:
     """The micro-batch of a batch: an equal slice of every tensor along its first dimension."""
 
     def part(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
         rows = len(leaf) // count
         return leaf[micro_batch * rows : (micro_batch + 1) * rows]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import BatchError, PlanError
 from ...ir.program import Interface, place_of
-from ..batches.shape import BatchShape, rows_of_leaves
+from ..batches.shape import BatchShape, program_inputs, rows_of_leaves
 from ..capture.prologue.prologue import Prologue
 from ..folder import Folder
 from .any_size import AnySizes, MicroBatch, is_listed, join
@@ -106,6 +106,7 @@ class Feed:
             leaves = shape.check(self.model, batch, part_size=self.part_size, needed=needed)
         if not leaves:
             return {}, ""
+        leaves = program_inputs(leaves)
         name, value = next(iter(leaves.items()))
         size = len(value) * self.shape.size // self.shape.entries(name, self.shape.size)
         kind = WHOLE if size == self.shape.size else PART

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.compiler.batches.shape import BatchShape, flatten, micro_batch_spec, number_of_rows, rows_of_leaves
+from penstock.compiler.batches.shape import (
+    BatchShape,
+    flatten,
+    micro_batch_spec,
+    number_of_rows,
+    program_inputs,
+    rows_of_leaves,
+)
 from penstock.ir.errors import BatchError, PlanError
 
 
@@ -68,7 +75,8 @@ def test_shapes() -> None:
     ("batch", "said"),
     [
         ({"x": torch.zeros(4), "mask": torch.zeros(5)}, "'mask'.*first dimension 5, 'x' has 4"),
-        ({"x": torch.zeros(4), "mask": torch.zeros(())}, "'mask'.*first dimension none"),
+        ({"x": torch.zeros(4), "mask": torch.zeros(())}, "'mask'.*first dimension none.*micro_batches=1 takes"),
+        ({"x": torch.zeros(4), "mask": torch.zeros(0)}, "'mask'.*first dimension 0.*same at every step$"),
         ({"x": torch.zeros(0)}, "'x'.*first dimension"),
         ({}, "no tensor"),
         ((), "no tensor"),
@@ -84,8 +92,10 @@ def test_a_batch_that_cannot_be_cut_is_taken_whole_by_one_micro_batch() -> None:
     edges = {"nodes": torch.zeros(4, 3), "edges": torch.zeros(2, 9, dtype=torch.long), "weights": torch.zeros(9)}
     boxes = {"images": torch.zeros(4, 3), "labels": [{"boxes": torch.zeros(4, 2)} for _ in range(4)]}
     masks = {"images": torch.zeros(4, 3), "masks": [torch.zeros(2, 8) for _ in range(4)]}
+    timestep = {"x": torch.zeros(4, 3), "timestep": torch.tensor(7)}
     for batch, said in (
         (edges, "'weights'.*micro_batches=1"),
+        (timestep, "'timestep'.*first dimension none.*micro_batches=1"),
         (masks, "'masks_0'.*first dimension 2, 'images' has 4.*micro_batches=1"),
         (boxes, "'labels'.*list.*each row.*micro_batches=1"),
     ):
@@ -96,8 +106,19 @@ def test_a_batch_that_cannot_be_cut_is_taken_whole_by_one_micro_batch() -> None:
         assert shape.check(MODEL, batch).keys() == shape.leaves.keys()
         with pytest.raises(PlanError, match="micro_batches=2"):
             shape.check_divisible(2)
-    assert rows_of_leaves(BatchShape.from_inputs(MODEL, edges, one=True).leaves) == 1
+    for batch in (edges, timestep):
+        assert rows_of_leaves(BatchShape.from_inputs(MODEL, batch, one=True).leaves) == 1
     assert not BatchShape.from_inputs(MODEL, {"x": torch.zeros(4)}, one=True).is_whole
+
+
+def test_a_tensor_without_dimensions_is_an_entry_of_the_program_and_keeps_its_shape_in_batches() -> None:
+    batch = {"x": torch.zeros(4, 3), "timestep": torch.tensor(7)}
+    shape = BatchShape.from_inputs(MODEL, batch, one=True)
+    assert shape.leaves["timestep"] == ((), torch.int64) and shape.entries("timestep", shape.size) == 1
+    assert micro_batch_spec(batch, 1)["timestep"] == {"shape": [], "dtype": "int64"}
+    assert program_inputs(shape.check(MODEL, batch))["timestep"].shape == (1,)
+    with pytest.raises(BatchError, match=r"'timestep'\] is torch.int64\[1\], compiled for torch.int64\[\]"):
+        shape.check(MODEL, {**batch, "timestep": torch.tensor([7])})
 
 
 def test_an_input_with_several_entries_for_each_row_is_cut_by_its_own_count() -> None:
