@@ -86,6 +86,11 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     if options.split != "train" and not any((path / SPLITS).is_file() for path in options.data):
         raise PlanError(f"--split {options.split}: no --data is a folder that `datasets` saved with several splits")
     named = options.named_model()
+    if named.inputs is not None:
+        raise PlanError(
+            f"penstock train reads text, and {options.model} takes inputs of its own; call penstock.compile(model, "
+            "hardware, example_inputs=...) from Python, and job.step with each batch"
+        )
     named.check_sequence(options.sequence)
     codec = Codec.read(named.directory)
     if codec.is_bytes:

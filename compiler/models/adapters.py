@@ -107,7 +107,10 @@ class LoraChoice:
 
     def _target_names(self, model: Any) -> list[str]:
         """The last parts of the names of layers that have adapters; none: those of all linear layers but the head."""
-        names = list(self.targets) or TARGETS.get(model.config.model_type, [])
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        names = list(self.targets) or TARGETS.get(model_type or "", [])
+        if model_type is None and names in ([], [ALL_LINEAR]):
+            names = list(linear_names(model))
         if names == [ALL_LINEAR]:
             return []
         _require_targets(model, names)

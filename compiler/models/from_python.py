@@ -1,5 +1,7 @@
 """Models that Python code makes: "file.py:function", "package.module:function", "package.module.Class".
 
+A model that is none of transformers has a method `example_inputs(rows)`: what a batch of this number of rows holds,
+{"x": {"shape": [rows, 3, 64, 64], "dtype": "float32"}, ...}; its forward takes these by name and returns the loss.
 Naming code on the command line runs it, as `python file.py` does; a file may import its neighbours, and packages may
 be in the working directory.
 """
@@ -10,15 +12,17 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ...ir.errors import PlanError
+from ..capture.inputs import is_spec
 from .table import alias_of, known_models
 
 
@@ -68,6 +72,31 @@ def python_maker(name: str) -> Callable[[], nn.Module]:
         return made
 
     return make
+
+
+def own_inputs(name: str, inputs: Callable[[int], Any], rows: int) -> dict[str, dict[str, Any]]:
+    """The inputs of a batch as the model itself describes them. Raises `PlanError` for what is no such description."""
+    try:
+        found = inputs(rows)
+    except Exception as error:  # whatever that code raises
+        raise PlanError(f"model {name!r}: example_inputs({rows}) fails: {type(error).__name__}: {error}") from error
+    items = found.items() if isinstance(found, Mapping) else []
+    wrong = next((key for key, value in items if not is_spec(value)), None)
+    if wrong is not None or not items:
+        text = repr(found)[:100] if wrong is None else f"{wrong!r}: {found[wrong]!r}"[:100]
+        raise PlanError(
+            f"model {name!r}: example_inputs({rows}) gives {text}; allowed is a dict of shapes, such as "
+            f'{{"x": {{"shape": [{rows}, 3, 64, 64], "dtype": "float32"}}}}'
+        )
+    return {str(key): {"dtype": "float32", **value} for key, value in items}
+
+
+def random_input(shape: Sequence[int], dtype: str, generator: torch.Generator) -> Tensor:
+    """Normal numbers, or 0 and 1, which every table and every count of classes has."""
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind.is_floating_point:
+        return torch.randn(tuple(shape), generator=generator, dtype=kind)
+    return torch.randint(0, 2, tuple(shape), generator=generator).to(kind)
 
 
 def _module_of_file(path: Path, name: str) -> ModuleType:

@@ -44,7 +44,7 @@ class LoraModel(nn.Module):
         super().__init__()
         self.base_model = nn.Module()
         self.base_model.model = model
-        self.config: Any = model.config
+        self.config: Any = getattr(model, "config", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.base_model.model

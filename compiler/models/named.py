@@ -23,7 +23,7 @@ from ...ir.errors import PlanError
 from ...runtime.quantised.libraries import is_installed
 from .adapters import LoraChoice, peft
 from .bases import QUANTISED, describe_base, on_base, quantisation, require_base
-from .from_python import is_python, python_maker
+from .from_python import is_python, own_inputs, python_maker, random_input
 from .table import alias_of, known_models
 
 HEADS = {
@@ -32,6 +32,7 @@ HEADS = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
 }
+OWN_INPUTS = "own inputs"  # in place of a head, of a model that says itself what a batch holds
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class NamedModel:
     adapter: LoraChoice | None = None
     base: str = ""  # the form of the frozen weights under an adapter; "" for the model's own
     make: Callable[[], nn.Module] | None = None  # of a model that Python code makes
+    inputs: Callable[[int], Any] | None = None  # of such a model: what a batch of this number of rows holds
     padding: bool = True  # whether rows of its batches may end in padding, so that these have an attention_mask
 
     @property
@@ -131,6 +133,8 @@ class NamedModel:
         `targets`: the number of tokens in a row of an encoder-decoder's labels; None: `sequence`.
         Raises `PlanError` for more positions than the model has, and for `targets` of any other model.
         """
+        if self.inputs is not None:
+            return own_inputs(self.name, self.inputs, batch)
         self.check_sequence(sequence)
         if batch < 1 or sequence < 1 or (targets is not None and targets < 1):
             raise PlanError(f"batch={batch}, sequence={sequence}, targets={targets}; all must be 1 or more")
@@ -148,12 +152,17 @@ class NamedModel:
 
     def items(self, batch: int, sequence: int) -> tuple[int, str]:
         """The number of items of a batch, and the word for one item. Tokens of labels do not count."""
+        if self.inputs is not None:
+            return batch, "row"
         return (batch, "image") if self.head == "image-classification" else (batch * sequence, "token")
 
     def random_batch(self, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
         """Random tokens, or images; the last row ends in padding, so that masks are not all ones."""
-        self.check_sequence(sequence)
         generator = torch.Generator().manual_seed(seed)
+        if self.inputs is not None:
+            specs = self.batch_spec(batch, sequence)
+            return {name: random_input(spec["shape"], spec["dtype"], generator) for name, spec in specs.items()}
+        self.check_sequence(sequence)
         if self.head == "image-classification":
             pixels = torch.randn((batch, *self.image), generator=generator)
             classes = torch.randint(0, self.config.num_labels, (batch,), generator=generator)
@@ -242,15 +251,24 @@ def find_model(
 def python_model(
     name: str, head: str | None, num_labels: int | None, adapter: LoraChoice | None, base: str
 ) -> NamedModel:
-    """The model that a function or class of Python makes. Raises `PlanError` where it is none of transformers, or has
-    another number of labels."""
+    """The model that a function or class of Python makes. Raises `PlanError` where it is none of transformers and does
+    not say what a batch holds, or has another number of labels."""
     make = python_maker(name)
     with torch.device("meta"):
-        config = getattr(make(), "config", None)
+        made = make()
+    config, inputs = getattr(made, "config", None), getattr(made, "example_inputs", None)
+    if callable(inputs):
+        given = {"--head": head, "--labels": num_labels}
+        for option, value in given.items():
+            if value is not None:
+                raise PlanError(f"model {name!r} says itself what a batch holds (example_inputs); leave {option} out")
+        own_inputs(name, inputs, 1)
+        return NamedModel(name, None, OWN_INPUTS, None, adapter, base, make, inputs)
     if config is None or not hasattr(config, "model_type"):
         raise PlanError(
             f"model {name!r}: what it makes has no `config` of transformers, so that its inputs are not known here; "
-            "call penstock.compile(model, hardware, example_inputs=...) from Python"
+            'give it a method example_inputs(rows) that returns {"x": {"shape": [rows, ...], "dtype": "float32"}, ...}'
+            ", or call penstock.compile(model, hardware, example_inputs=...) from Python"
         )
     if num_labels not in (None, config.num_labels):
         raise PlanError(f"model {name!r}: its code makes {config.num_labels} labels, and {num_labels} are needed")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import penstock
 from penstock.compiler.models.named import cached_directory, find_model
 from penstock.compiler.models.table import alias_of, known_models
 from penstock.ir.errors import PlanError
@@ -32,6 +33,26 @@ def number():
 
 def needs(size):
     return size
+
+class Own(torch.nn.Module):
+
+    def __init__(self, inputs=None):
+        super().__init__()
+        self.inputs = inputs
+        self.to_q, self.back = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def example_inputs(self, rows):
+        return self.inputs or {"x": {"shape": [rows, 8]}, "step": {"shape": [rows], "dtype": "int64"}}
+
+    def forward(self, x, step):
+        return (self.back(self.to_q(x)).sum(1) - step).square().mean()
+
+def empty():
+    return Own({"x": [3, 8]})
+
+class Wrong(Own):
+    def example_inputs(self):
+        return {}
 """
 
 
@@ -71,9 +92,11 @@ def test_a_class_by_its_dotted_name(file: Path, monkeypatch: pytest.MonkeyPatch)
     ("name", "said"),
     [
         ("{file}:smal", "no function or class 'smal' .* there are small"),
-        ("{file}", "say which function: .*my_models.py:NAME; there are small, Wide, plain, number, needs$"),
+        ("{file}", "say which function: .*my_models.py:NAME; there are small, Wide, plain, number, needs, Own$"),
         ("{file}:number", "gives a int; allowed is a torch.nn.Module"),
-        ("{file}:plain", "has no `config` of transformers"),
+        ("{file}:plain", r"has no `config` of transformers.*give it a method example_inputs\(rows\)"),
+        ("{file}:empty", r"example_inputs\(1\) gives 'x': \[3, 8\]; allowed is a dict of shapes"),
+        ("{file}:Wrong", r"example_inputs\(1\) fails: TypeError"),
         ("{file}:needs", "cannot be made: TypeError: .*missing 1 required positional argument"),
         ("a..b", "no model 'a..b'"),
         ("gone.py:small", "there is no file gone.py"),
@@ -84,6 +107,41 @@ def test_a_class_by_its_dotted_name(file: Path, monkeypatch: pytest.MonkeyPatch)
 def test_mistakes(file: Path, name: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         find_model(name.format(file=file))
+
+
+def test_a_model_that_says_itself_what_a_batch_holds(file: Path) -> None:
+    named = find_model(f"{file}:Own")
+    assert named.batch_spec(3, 512) == {
+        "x": {"shape": [3, 8], "dtype": "float32"}, "step": {"shape": [3], "dtype": "int64"},
+    }  # fmt: skip
+    assert named.items(3, 512) == (3, "row")
+    batch = named.random_batch(3, 512)
+    assert batch["x"].shape == (3, 8) and batch["step"].dtype == torch.int64
+    job = penstock.compile(named.on_meta(), "rtx4090", example_inputs=named.batch_spec(4, 512), search_s=0.1)
+    assert job.plan.micro_batches in (1, 2, 4)
+    for option, said in (({"head": "causal-lm"}, "--head"), ({"num_labels": 2}, "--labels")):
+        with pytest.raises(PlanError, match=f"says itself what a batch holds .*leave {said} out"):
+            find_model(f"{file}:Own", **option)
+
+
+def test_adapters_on_such_a_model(file: Path) -> None:
+    for text, layers in (("lora:r=2", 2), ("lora:r=2,targets=to_q", 1)):
+        model = find_model(f"{file}:Own", adapter=text).describe()
+        assert sum(p.requires_grad for p in model.parameters()) == 2 * layers
+    with pytest.raises(PlanError, match="targets=to_k matches no layer; did you mean to_q"):
+        find_model(f"{file}:Own", adapter="lora:r=2,targets=to_k").describe()
+
+
+def test_the_example_of_a_video_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(__file__).parents[3] / "examples" / "video_dit.py"
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(PlanError, match="wan_14b': cannot be made: .*diffusers"):
+        find_model(f"{file}:wan_14b")
+    monkeypatch.undo()
+    pytest.importorskip("diffusers", reason="its class is of diffusers, which nothing else needs")
+    named = find_model(f"{file}:wan_14b")
+    assert sum(p.numel() for p in named.on_meta().parameters()) == 14_288_491_584
+    assert named.batch_spec(2, 512)["video"]["shape"] == [2, 16, 21, 60, 104]
 
 
 def test_a_file_that_fails(tmp_path: Path) -> None:
