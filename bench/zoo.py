@@ -1,11 +1,11 @@
 """Every trainable class of the installed transformers, tiny: two steps on two devices with two micro-batches against
-eager PyTorch.
+eager PyTorch. With --others: models of diffusers, timm, torchvision, PyTorch Geometric and torch.nn.
 
 A class is trained in a process of its own kind, which a crash, a hang or too much memory ends; the row says so. Rows
-are kept in bench/results/zoo.jsonl, and docs/models.md is made from them. A class that has a row for this release of
-transformers is left out, so that an interrupted run goes on.
+are kept in bench/results/zoo.jsonl (and zoo_others.jsonl), and docs/models.md is made from them. A class that has a
+row for this release of its library is left out, so that an interrupted run goes on.
 
-Run: python bench/zoo.py [--only WORDS] [--again OUTCOME ...] [--page]
+Run: python bench/zoo.py [--others] [--only WORDS] [--again OUTCOME ...] [--page]
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from penstock.bench.model_zoo.others import OtherModel, import_vision, other_models
 from penstock.bench.model_zoo.page import write_page
 from penstock.bench.model_zoo.registry import ModelClass, model_classes
 from penstock.bench.peers import rows
 
-RESULTS = rows.RESULTS / "zoo.jsonl"
+RESULTS, OTHERS = rows.RESULTS / "zoo.jsonl", rows.RESULTS / "zoo_others.jsonl"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 TIMEOUT_S, MOST_BYTES, CLASSES_A_PROCESS = 240, 6 << 30, 40
 
@@ -38,7 +40,7 @@ class Trainer:
         self.channel: Any = None
         self.count = 0
 
-    def row(self, model: ModelClass) -> dict[str, Any]:
+    def row(self, model: ModelClass | OtherModel) -> dict[str, Any]:
         if self.process is None or self.count >= CLASSES_A_PROCESS:
             self.close()
             context = multiprocessing.get_context("spawn")
@@ -78,6 +80,8 @@ class Trainer:
 def train_all(channel: Connection) -> None:
     """Answer classes with their rows, until the channel is closed. The row of a class without a loss has no outcome."""
     import torch
+
+    import_vision()  # before transformers, which imports it where it is there
     import transformers
 
     from penstock.bench.model_zoo.compare import compare
@@ -94,46 +98,49 @@ def train_all(channel: Connection) -> None:
         channel.send({**row, "seconds": time.monotonic() - began})
 
 
-def saved_rows() -> Iterator[dict[str, Any]]:
-    """The last row of every class, in the order of their first ones."""
+def saved_rows(results: Path) -> list[dict[str, Any]]:
+    """The last row of every class, by family, kind and name."""
     last = {}
-    if RESULTS.is_file():
-        for line in RESULTS.read_text().splitlines():
+    if results.is_file():
+        for line in results.read_text().splitlines():
             row = json.loads(line)
-            last[row["class"]] = {**row}
-    yield from last.values()
+            last[row["family"], row["class"]] = row
+    return sorted(last.values(), key=lambda row: (row["family"], row["kind"], row["class"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="expressions, split at commas, found in class, family or kind")
     parser.add_argument("--again", nargs="*", default=[], help="outcomes whose classes are trained again, or all")
+    parser.add_argument("--others", action="store_true", help="models that are not of transformers")
     parser.add_argument("--page", action="store_true", help="only write the page from the rows that there are")
     args = parser.parse_args()
     if not args.page:
-        train_missing(args.only, args.again)
-    kept = sorted(saved_rows(), key=lambda row: (row["family"], row["kind"], row["class"]))
-    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    PAGE.write_text(write_page(kept, sum(1 for _ in model_classes())))
+        train_missing(args.only, args.again, args.others)
+    found = {results: saved_rows(results) for results in (RESULTS, OTHERS)}
+    for results, kept in found.items():
+        results.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    PAGE.write_text(write_page(found[RESULTS], sum(1 for _ in model_classes()), found[OTHERS]))
 
 
-def train_missing(only: str, again: list[str]) -> None:
-    import torch
-    import transformers
-
-    outcomes = {row["class"]: row["outcome"] for row in saved_rows() if row["transformers"] == transformers.__version__}
+def train_missing(only: str, again: list[str], others: bool) -> None:
+    results = OTHERS if others else RESULTS
+    saved = {(row["family"], row["class"]): row for row in saved_rows(results)}
     trainer = Trainer()
-    for model in model_classes(only):
-        if model.name in outcomes and outcomes[model.name] not in again and "all" not in again:
+    models: Iterator[ModelClass | OtherModel] = other_models(only) if others else model_classes(only)
+    for model in models:
+        before = saved.get((model.family, model.name), {})
+        library = {model.library: metadata.version(model.library)}
+        if library.items() <= before.items() and before["outcome"] not in again and "all" not in again:
             continue
         facts = {"class": model.name, "family": model.family, "kind": model.kind}
-        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        versions = {"torch": metadata.version("torch"), **library}
         answer = trainer.row(model)
         if "outcome" not in answer:
             continue
         row = rows.round_weights({**facts, **answer, **versions, "date": rows.provenance()["date"]})
         print(row["class"], row["outcome"], row.get("detail", "")[:120].replace("\n", " "), flush=True)
-        with open(RESULTS, "a") as file:
+        with open(results, "a") as file:
             file.write(json.dumps(row) + "\n")
     trainer.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.graph.follow.coupling import coupling_text
 
 from .batches import Batch, batches
 from .exceptions import FOR_CLASS
+from .others import TARGET, OtherModel, loss_of
 from .registry import ModelClass
 from .small import small_config
 
@@ -34,7 +36,7 @@ class FailsInEager(Exception):
     """The class cannot be built or trained by eager PyTorch; the message is the library's."""
 
 
-def compare(model: ModelClass) -> dict[str, Any]:
+def compare(model: ModelClass | OtherModel) -> dict[str, Any]:
     """The row of a class: `outcome` is equal, different, refused, "raw error" or "fails in eager"."""
     warnings.simplefilter("ignore")
     try:
@@ -81,28 +83,42 @@ def _is_equal(apart: dict[str, Any]) -> bool:
     return apart["loss_apart"] <= TOLERANCE and apart["weights_apart"] <= TOLERANCE and apart["moves_apart"] <= 1e-3
 
 
-def _train_eager(model: ModelClass) -> tuple[nn.Module, Batch, dict[str, Any]]:
+def _train_eager(model: ModelClass | OtherModel) -> tuple[nn.Module, Batch, dict[str, Any]]:
     """The class at the smallest sizes that eager PyTorch trains, its batch, and what training gives."""
     first: Exception | None = None
-    for widths in ("small", "kept"):
+    for made in _instances(model):
+        if isinstance(made, Exception):
+            first = first or made
+            continue
+        net, batch = made
         try:
-            net = build(model, widths)
+            return net, batch, _train(copy.deepcopy(net), batch)
         except Exception as error:
             first = first or error
-            continue
-        for batch in batches(model, net):
-            if isinstance(batch, Exception):
-                first = first or batch
-                continue
-            try:
-                return net, batch, _train(copy.deepcopy(net), batch)
-            except Exception as error:
-                first = first or error
     if first is None:
         raise FailsInEager("no batch is known for its arguments")
     frame = traceback.extract_tb(first.__traceback__)[-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     raise FailsInEager(f"{type(first).__name__}: {' '.join(str(first).split())[:300]} ({place})")
+
+
+def _instances(model: ModelClass | OtherModel) -> Iterator[tuple[nn.Module, Batch] | Exception]:
+    """Models of the class and their batches, the likeliest first; an exception where there is none."""
+    if isinstance(model, OtherModel):
+        try:
+            net, batch = model.make()
+            draw_vectors(net)
+            yield net, batch
+        except Exception as error:
+            yield error
+        return
+    for widths in ("small", "kept"):
+        try:
+            net = build(model, widths)
+        except Exception as error:
+            yield error
+        else:
+            yield from (each if isinstance(each, Exception) else (net, each) for each in batches(model, net))
 
 
 def build(model: ModelClass, widths: str = "small") -> nn.Module:
@@ -114,14 +130,21 @@ def build(model: ModelClass, widths: str = "small") -> nn.Module:
         raise ValueError(f"{size:,} parameters with the sizes that were kept")
     torch.manual_seed(0)
     net: nn.Module = model.cls(config).float().train()
+    draw_vectors(net)
+    return net
+
+
+def draw_vectors(net: nn.Module) -> None:
     with torch.no_grad():
         for param in net.parameters():
             if param.dim() <= 1 or not param.any():
                 param.add_(torch.randn_like(param), alpha=0.02)
-    return net
 
 
-def _loss_of(output: Any) -> Tensor:
+def _loss(net: nn.Module, batch: Batch) -> Tensor:
+    if TARGET in batch:
+        return loss_of(net(**{name: value for name, value in batch.items() if name != TARGET}), batch)
+    output = net(**batch)
     loss = output["loss"] if isinstance(output, dict) and "loss" in output else getattr(output, "loss", None)
     if loss is None:
         raise ValueError("forward returns no loss")
@@ -131,7 +154,7 @@ def _loss_of(output: Any) -> Tensor:
 def _train(net: nn.Module, batch: Batch) -> dict[str, Any]:
     optimizer, losses = SGD([p for p in net.parameters() if p.requires_grad]), []
     for _ in range(STEPS):
-        loss = _loss_of(net(**copy.deepcopy(batch)))
+        loss = _loss(net, copy.deepcopy(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -145,7 +168,7 @@ def _train_plan(net: nn.Module, batch: Batch, micro_batches: int) -> dict[str, A
     hardware = penstock.Hardware.cpu(num_devices=DEVICES, memory="3GB", dram="6GB")
     job = penstock.compile(
         net, hardware, example_inputs=copy.deepcopy(batch), optimizer=SGD, strategy="gpipe",
-        micro_batches=micro_batches,
+        micro_batches=micro_batches, loss_fn=loss_of if TARGET in batch else None,
     )  # fmt: skip
     with job:
         losses = [float(job.step(copy.deepcopy(batch))) for _ in range(STEPS)]

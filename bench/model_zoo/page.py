@@ -18,9 +18,35 @@ REFUSALS = (
 )  # fmt: skip
 
 
-def write_page(rows: Sequence[Row], listed: int) -> str:
-    """The page: totals, by kind, and every class that is not equal. `listed`: the classes of the registries."""
-    return "\n".join(_lines(rows, listed)) + "\n"
+def write_page(rows: Sequence[Row], listed: int, others: Sequence[Row] = ()) -> str:
+    """The page: totals, by kind, and every class that is not equal. `listed`: the classes of the registries; `others`:
+    rows of models that are not of transformers."""
+    return "\n".join([*_lines(rows, listed), *_other_lines(others)]) + "\n"
+
+
+def _other_lines(rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield from ("", "## Other libraries", "")
+    yield (
+        "Made by `make zoo-others`, in the same way: models of other libraries, tiny, with a loss function over their "
+        "output. One micro-batch is compared where rows are coupled (BatchNorm), and where the inputs of a batch "
+        "cannot be cut into rows: edges of graphs, a timestep without dimensions, positions without a row. Dropout is "
+        "off, as what a micro-batch draws is not what a whole batch draws."
+    )
+    yield from ("", "| library | kind | " + " | ".join(OUTCOMES) + " | equal with one micro-batch |")
+    yield "|---" * (3 + len(OUTCOMES)) + "|"
+    for family, kind in dict.fromkeys((row["family"], row["kind"]) for row in rows):
+        own = [row for row in rows if (row["family"], row["kind"]) == (family, kind)]
+        count = Counter(row["outcome"] for row in own)
+        single = sum(row["outcome"] == "equal" and row["micro_batches"] == 1 for row in own)
+        counts = " | ".join(str(count[each]) for each in OUTCOMES)
+        yield f"| {family} {own[0][family]} | {kind} | {counts} | {single} |"
+    yield from ("", "| model | library | outcome | micro-batches | |", "|---|---|---|---|---|")
+    for row in rows:
+        text = f"{_code(_place(row))} {_text(row)}" if row["outcome"] != "equal" or row["micro_batches"] == 1 else ""
+        place = row.get("micro_batches", "")
+        yield f"| {row['class']} | {row['family']} | {row['outcome']} | {place} | {text.strip()} |"
 
 
 def _lines(rows: Sequence[Row], listed: int) -> Iterator[str]:

@@ -33,11 +33,13 @@ LABELS = (
 
 @dataclass(frozen=True)
 class ModelClass:
-    """A class of the library: the type of its configuration, and the registry that lists it."""
+    """A class of transformers: the type of its configuration, and the registry that lists it."""
 
     name: str
     family: str
     kind: str
+
+    library = "transformers"
 
     @property
     def cls(self) -> Any:

@@ -1,4 +1,4 @@
-"""The zoo of transformers: its classes, their small configurations and batches, one comparison, and its page."""
+"""The zoo of transformers and other libraries: its classes, their small configurations and batches, and its page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 pytest.importorskip("transformers")
 
 from penstock.bench import zoo
+from penstock.bench.model_zoo import compare as comparing
 from penstock.bench.model_zoo.batches import ROWS, batches
 from penstock.bench.model_zoo.compare import build, compare
+from penstock.bench.model_zoo.others import OtherModel, other_models
 from penstock.bench.model_zoo.page import write_page
 from penstock.bench.model_zoo.registry import ModelClass, model_classes
 from penstock.bench.model_zoo.small import VOCABULARY, small_config
@@ -77,6 +79,36 @@ def test_a_class_trains_as_eager_does(name: str) -> None:
     assert found["micro_batches"] == (1 if name.startswith("ResNet") else 2)  # BatchNorm couples rows
 
 
+def test_models_of_other_libraries_have_a_name_each() -> None:
+    models = list(other_models())
+    assert len({(model.family, model.name) for model in models}) == len(models) > 40
+    assert {model.family for model in other_models("^(LSTM|GCN) ")} == {"torch", "torch_geometric"}
+
+
+@pytest.mark.parametrize("name", ["LSTM", pytest.param("Transformer", marks=pytest.mark.slow)])
+def test_layers_of_torch_train_as_in_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "DEVICES", 1)
+    found = compare(OtherModel(name, "torch", "layers"))
+    assert found["outcome"] == "equal" and found["micro_batches"] == 2, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "kind", "name", "micro_batches"),
+    [
+        ("diffusers", "image", "UNet2DModel, one timestep", 1),
+        ("diffusers", "image", "DiTTransformer2DModel", 2),
+        ("diffusers", "video", "WanTransformer3DModel", 2),
+        ("timm", "image", "vit_base_patch16_224", 2),
+        ("torch_geometric", "nodes", "GAT", 1),
+    ],
+)
+def test_a_model_of_another_library_trains_as_in_eager(library: str, kind: str, name: str, micro_batches: int) -> None:
+    pytest.importorskip(library, reason="only the zoo needs it: make zoo-others installs it beside .venv")
+    found = compare(OtherModel(name, library, kind))
+    assert found["outcome"] == "equal" and found["micro_batches"] == micro_batches, found
+
+
 def test_the_page_counts_outcomes_and_names_the_line_of_a_refusal() -> None:
     common = {"kind": "causal_lm", "transformers": "5.0"}
     rows = [
@@ -92,7 +124,17 @@ def test_the_page_counts_outcomes_and_names_the_line_of_a_refusal() -> None:
     assert "all of whose classes must be equal: 1 of 2 (50.0%)" in page
     assert "| causal lm | 4 | 2 | 1 | 1 | 0 | 0 |" in page
     assert "| AModel | `modeling_a.py:7: if x.any():` | this line needs the value |" in page
-    assert "- causal lm: AForCausalLM, BForCausalLM" in page
+    assert "- causal lm: AForCausalLM, BForCausalLM" in page and "Other libraries" not in page
+    other = {"family": "timm", "kind": "image", "timm": "1.0", "outcome": "equal"}
+    others = [
+        {**other, "class": "vit", "micro_batches": 2},
+        {**other, "class": "resnet", "micro_batches": 1, "detail": "rows are coupled: bn1"},
+        {**other, "class": "odd", "outcome": "refused", "detail": "no value"},
+    ]
+    page = write_page(rows, 9, others)
+    assert "| timm 1.0 | image | 2 | 1 | 0 | 0 | 0 | 1 |" in page
+    assert "| vit | timm | equal | 2 |  |" in page and "| resnet | timm | equal | 1 | rows are coupled: bn1 |" in page
+    assert "| odd | timm | refused |  | no value |" in page
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def test_adapters_on_such_a_model(file: Path) -> None:
 def test_the_example_of_a_video_model(monkeypatch: pytest.MonkeyPatch) -> None:
     file = Path(__file__).parents[3] / "examples" / "video_dit.py"
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(PlanError, match="wan_14b': cannot be made: .*diffusers"):
+    with pytest.raises(PlanError, match=r"wan_14b': cannot be made: .*diffusers"):
         find_model(f"{file}:wan_14b")
     monkeypatch.undo()
     pytest.importorskip("diffusers", reason="its class is of diffusers, which nothing else needs")
