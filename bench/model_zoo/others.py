@@ -132,6 +132,31 @@ def _flux(**batch: Tensor) -> Made:
                       **HEADS)  # fmt: skip
 
 
+class _WithPlaces(nn.Module):
+    """A Flux transformer that holds the places of its tokens, which have no rows, so that batches can be cut."""
+
+    def __init__(self, transformer: nn.Module, **places: Tensor):
+        super().__init__()
+        self.transformer, self.names = transformer, list(places)
+        for name, value in places.items():
+            self.register_buffer(name, value)
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, pooled_projections: Tensor, timestep: Tensor,
+        guidance: Tensor,
+    ) -> Any:  # fmt: skip
+        places = {name: getattr(self, name) for name in self.names}
+        return self.transformer(
+            hidden_states, encoder_hidden_states, pooled_projections, timestep, guidance=guidance, **places
+        )
+
+
+def _flux_with_places() -> Made:
+    net, batch = _flux()
+    places = {name: batch.pop(name) for name in ("img_ids", "txt_ids")}
+    return _WithPlaces(net, **places), batch
+
+
 IMAGES: dict[str, Callable[[], Made]] = {
     "UNet2DModel": lambda: _unet(_steps()),
     "UNet2DModel, one timestep": lambda: _unet(torch.tensor(7)),
@@ -159,6 +184,7 @@ IMAGES: dict[str, Callable[[], Made]] = {
         pooled_projection_dim=32, pos_embed_max_size=8, **HEADS,
     ),
     "FluxTransformer2DModel": _flux,
+    "FluxTransformer2DModel, places as buffers": _flux_with_places,
     "AutoencoderKL": lambda: _diffusers(
         "AutoencoderKL", {"sample": _normal(ROWS, 3, 32, 32)}, down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2, sample_size=32, **LEVELS,
@@ -274,7 +300,7 @@ class _Pooled(nn.Module):
         return self.head(self.pool(self.layers(x, edge_index), batch, GRAPHS))
 
 
-def _pooled(layer: str) -> Callable[[], Made]:
+def _graph_classes(layer: str) -> Callable[[], Made]:
     def make() -> Made:
         models = importlib.import_module("torch_geometric.nn")
         net = _Pooled(getattr(models, layer)(FEATURES, 16, num_layers=2), models.global_mean_pool)
@@ -288,7 +314,7 @@ NODE_CLASSES = {
     "GCN": _graph("GCN"), "GAT": _graph("GAT", heads=2), "GAT v2": _graph("GAT", heads=2, v2=True),
     "GraphSAGE": _graph("GraphSAGE"), "GIN": _graph("GIN"),
 }  # fmt: skip
-GRAPH_CLASSES = {f"{layer}, pooled": _pooled(layer) for layer in ("GCN", "GraphSAGE", "GIN")}
+GRAPH_CLASSES = {f"{layer}, pooled": _graph_classes(layer) for layer in ("GCN", "GraphSAGE", "GIN")}
 
 
 # --- torch.nn itself

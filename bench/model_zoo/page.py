@@ -44,9 +44,9 @@ def _other_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {family} {own[0][family]} | {kind} | {counts} | {single} |"
     yield from ("", "| model | library | outcome | micro-batches | |", "|---|---|---|---|---|")
     for row in rows:
-        text = f"{_code(_place(row))} {_text(row)}" if row["outcome"] != "equal" or row["micro_batches"] == 1 else ""
-        place = row.get("micro_batches", "")
-        yield f"| {row['class']} | {row['family']} | {row['outcome']} | {place} | {text.strip()} |"
+        is_plain = row["outcome"] == "equal" and row["micro_batches"] > 1
+        text = "" if is_plain else f"{_code(_place(row))} {_text(row)}".strip().partition(": every input is cut")[0]
+        yield f"| {row['class']} | {row['family']} | {row['outcome']} | {row.get('micro_batches', '')} | {text} |"
 
 
 def _lines(rows: Sequence[Row], listed: int) -> Iterator[str]:

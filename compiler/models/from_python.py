@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import PlanError
-from ..capture.inputs import is_spec
 from .table import alias_of, known_models
 
 
@@ -81,7 +80,7 @@ def own_inputs(name: str, inputs: Callable[[int], Any], rows: int) -> dict[str, 
     except Exception as error:  # whatever that code raises
         raise PlanError(f"model {name!r}: example_inputs({rows}) fails: {type(error).__name__}: {error}") from error
     items = found.items() if isinstance(found, Mapping) else []
-    wrong = next((key for key, value in items if not is_spec(value)), None)
+    wrong = next((key for key, value in items if not _is_description(value)), None)
     if wrong is not None or not items:
         text = repr(found)[:100] if wrong is None else f"{wrong!r}: {found[wrong]!r}"[:100]
         raise PlanError(
@@ -89,6 +88,12 @@ def own_inputs(name: str, inputs: Callable[[int], Any], rows: int) -> dict[str, 
             f'{{"x": {{"shape": [{rows}, 3, 64, 64], "dtype": "float32"}}}}'
         )
     return {str(key): {"dtype": "float32", **value} for key, value in items}
+
+
+def _is_description(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not value.keys() <= {"shape", "dtype"}:
+        return False
+    return isinstance(value.get("shape"), (list, tuple)) and hasattr(torch, str(value.get("dtype", "float32")))
 
 
 def random_input(shape: Sequence[int], dtype: str, generator: torch.Generator) -> Tensor:
