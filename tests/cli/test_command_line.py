@@ -251,6 +251,23 @@ def test_what_does_not_fit_says_what_is_missing(run: Run) -> None:
     assert "Tried, and fits: this hardware with dram=" in err
 
 
+def test_a_model_of_python_that_says_what_a_batch_holds(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "class Own(nn.Linear):\n"
+        "    def __init__(self):\n        super().__init__(8, 8)\n"
+        "    def example_inputs(self, rows):\n        return {'x': {'shape': [rows, 3, 8]}}\n"
+        "    def forward(self, x):\n        return super().forward(x).square().mean()\n"
+    )
+    model = ["--model", f"{tmp_path / 'own.py'}:Own", *GPIPE]
+    code, out, _ = run("plan", *model, "--no-alternatives")
+    assert code == 0 and "own.py:Own on" in out and "4 rows, fp32" in out and "rows a second" in out
+    assert run("check", *model, "--steps", "1")[0] == 0
+    (tmp_path / "notes.txt").write_text("text")
+    code, _, err = run("train", *model, "--data", str(tmp_path / "notes.txt"))
+    assert code == 2 and "penstock train reads text" in err and "example_inputs=" in err
+
+
 def test_hardware(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("hardware", "--list")
     assert code == 0 and "mobius-topo2+2" in out.splitlines()
