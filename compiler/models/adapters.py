@@ -110,7 +110,7 @@ class LoraChoice:
         model_type = getattr(getattr(model, "config", None), "model_type", None)
         names = list(self.targets) or TARGETS.get(model_type or "", [])
         if model_type is None and names in ([], [ALL_LINEAR]):
-            names = list(linear_names(model))
+            names = _linear_paths(model)
         if names == [ALL_LINEAR]:
             return []
         _require_targets(model, names)
@@ -119,9 +119,12 @@ class LoraChoice:
 
 def linear_names(model: nn.Module) -> dict[str, int]:
     """The last parts of the names of layers that LoRA goes on, in the model's order, and how many have each."""
+    return dict(Counter(path.rpartition(".")[2] for path in _linear_paths(model)))
+
+
+def _linear_paths(model: nn.Module) -> list[str]:
     kinds = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt", "Linear4bitBytes", "Linear8bitBytes")
-    found = [name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds]
-    return dict(Counter(found))
+    return [path for path, module in model.named_modules() if type(module).__name__ in kinds]
 
 
 def _require_targets(model: nn.Module, targets: list[str]) -> None:

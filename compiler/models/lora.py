@@ -100,7 +100,7 @@ def with_lora(model: Any, targets: Collection[str], head: str, r: int, scaling: 
     """The model with adapters around the layers whose names end in `targets`, all linear ones but the head where these
     are empty, and trained copies of a classifier. `unlike_layer` must have found none."""
     saved = CLASSIFIERS.get(head, ())
-    output = model.get_output_embeddings()
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     model.requires_grad_(False)
     for path, module in list(model.named_modules())[1:]:
         if any(path.endswith(name) for name in saved):

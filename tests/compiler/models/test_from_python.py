@@ -40,12 +40,13 @@ class Own(torch.nn.Module):
         super().__init__()
         self.inputs = inputs
         self.to_q, self.back = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.blocks = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Linear(8, 8)))
 
     def example_inputs(self, rows):
         return self.inputs or {"x": {"shape": [rows, 8]}, "step": {"shape": [rows], "dtype": "int64"}}
 
     def forward(self, x, step):
-        return (self.back(self.to_q(x)).sum(1) - step).square().mean()
+        return (self.back(self.blocks(self.to_q(x))).sum(1) - step).square().mean()
 
 def empty():
     return Own({"x": [3, 8]})
@@ -124,8 +125,13 @@ def test_a_model_that_says_itself_what_a_batch_holds(file: Path) -> None:
             find_model(f"{file}:Own", **option)
 
 
-def test_adapters_on_such_a_model(file: Path) -> None:
-    for text, layers in (("lora:r=2", 2), ("lora:r=2,targets=to_q", 1)):
+@pytest.mark.parametrize("library", ["peft", ""])
+def test_adapters_on_such_a_model(file: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library:
+        pytest.importorskip(library)
+    else:
+        monkeypatch.setitem(sys.modules, "peft", None)
+    for text, layers in (("lora:r=2", 3), ("lora:r=2,targets=all-linear", 3), ("lora:r=2,targets=to_q", 1)):
         model = find_model(f"{file}:Own", adapter=text).describe()
         assert sum(p.requires_grad for p in model.parameters()) == 2 * layers
     with pytest.raises(PlanError, match="targets=to_k matches no layer; did you mean to_q"):
