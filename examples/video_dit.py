@@ -1,7 +1,8 @@
 """A video diffusion transformer of 14 billion parameters, planned by its configuration, without its weights:
 
     penstock plan --model examples/video_dit.py:wan_14b --hardware h100x8 --batch 8
-    penstock plan --model examples/video_dit.py:wan_14b --hardware rtx4090 --batch 1 --adapter lora:r=32,targets=to_q+to_k+to_v
+    penstock plan --model examples/video_dit.py:wan_14b --hardware rtx4090 --batch 1 \\
+        --adapter lora:r=32,targets=to_q+to_k+to_v
 
 Needs diffusers. The figures are those of Wan2.1-T2V-14B (https://github.com/Wan-Video/Wan2.1,
 wan/configs/wan_t2v_14B.py), which are also the defaults of diffusers' class. A row is a video of 81 frames at 480p:
