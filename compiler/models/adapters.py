@@ -18,7 +18,7 @@ from torch import nn
 
 from ...ir.errors import PlanError
 from ...runtime.quantised.libraries import is_installed
-from .lora import CLASSIFIERS, TARGETS, unlike_layer, with_lora
+from .lora import CLASSIFIERS, KERNEL_LAYERS, KERNEL_TYPES, TARGETS, unlike_layer, with_lora
 
 ALL_LINEAR = "all-linear"
 FORM = "lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"
@@ -107,24 +107,37 @@ class LoraChoice:
 
     def _target_names(self, model: Any) -> list[str]:
         """The last parts of the names of layers that have adapters; none: those of all linear layers but the head."""
-        model_type = getattr(getattr(model, "config", None), "model_type", None)
-        names = list(self.targets) or TARGETS.get(model_type or "", [])
-        if model_type is None and names in ([], [ALL_LINEAR]):
-            names = _linear_paths(model)
-        if names == [ALL_LINEAR]:
-            return []
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        names = list(self.targets) or TARGETS.get(kind or "", [])
+        if names in ([], [ALL_LINEAR]):
+            if kind is None:
+                return _linear_paths(model)
+            return _names_beside_kernels(model) if kind in KERNEL_TYPES else []
         _require_targets(model, names)
+        read = [name for name in names if kind in KERNEL_TYPES and name in KERNEL_LAYERS]
+        if read:
+            raise PlanError(
+                f"--adapter: targets={read[0]}: kernels of {kind} models read the weights of {' and '.join(KERNEL_LAYERS)} "
+                f"themselves, past an adapter; allowed are {', '.join(_names_beside_kernels(model))}"
+            )
         return names
 
 
-def linear_names(model: nn.Module) -> dict[str, int]:
-    """The last parts of the names of layers that LoRA goes on, in the model's order, and how many have each."""
-    return dict(Counter(path.rpartition(".")[2] for path in _linear_paths(model)))
+def linear_names(model: nn.Module, heads: bool = True) -> dict[str, int]:
+    """The last parts of the names of layers that LoRA goes on, in the model's order, and how many have each. `heads`:
+    with those of the model itself, which follow its last layer."""
+    paths = [path for path in _linear_paths(model) if heads or "." in path]
+    return dict(Counter(path.rpartition(".")[2] for path in paths))
 
 
 def _linear_paths(model: nn.Module) -> list[str]:
     kinds = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt", "Linear4bitBytes", "Linear8bitBytes")
     return [path for path, module in model.named_modules() if type(module).__name__ in kinds]
+
+
+def _names_beside_kernels(model: nn.Module) -> list[str]:
+    """All linear layers but the head and those that kernels read."""
+    return [name for name in linear_names(model, heads=False) if name not in KERNEL_LAYERS]
 
 
 def _require_targets(model: nn.Module, targets: list[str]) -> None:

@@ -35,6 +35,8 @@ _TARGETS = {  # in PEFT's words: the layers that have adapters where a type of m
     "r_proj k_proj v_proj o_proj key value": "rwkv7",
 }
 TARGETS = {model_type: names.split() for names, types in _TARGETS.items() for model_type in types.split()}
+# Types whose kernels read the weights of these layers themselves, so that PEFT refuses adapters beside them.
+KERNEL_TYPES, KERNEL_LAYERS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), ("out_proj", "conv1d")
 
 
 class LoraModel(nn.Module):

@@ -1,0 +1,183 @@
+"""Hybrids of attention and state along the sequence, tiny: five steps against eager PyTorch, by the reference code of
+transformers on CPU.
+
+A row is a family: the largest difference of losses and weights over full fine-tuning and LoRA, without padding and with
+padding on the left and on the right, one and two micro-batches, one and two devices; eager trains the whole batch at
+once. `sides`: how far eager's losses with padding on the left are from those with padding on the right. `packed`: the
+first lines of the error for a row of two documents.
+
+Run: python bench/hybrids.py [--only WORDS] [--tokens 16] [--quick] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import logging
+import re
+import time
+import traceback
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import penstock
+from penstock.bench.model_zoo.compare import build
+from penstock.bench.model_zoo.registry import ModelClass
+from penstock.bench.peers import rows
+from penstock.compiler.models.adapters import ALL_LINEAR, LoraChoice
+from penstock.errors import PenstockError
+
+FAMILIES = (
+    "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "KimiLinear", "OlmoHybrid", "LaraMini", "BailingHybrid",
+    "NemotronH", "FalconH1", "GraniteMoeHybrid", "Bamba", "Zamba", "Zamba2", "Jamba", "Mamba", "FalconMamba", "Mamba2",
+    "Lfm2", "Lfm2Moe", "Lfm3", "Inkling", "Inkling2", "Inkling2Loop", "MiniMax", "Rwkv", "RecurrentGemma", "xLSTM",
+)  # fmt: skip
+STEPS, ROWS, PADDING, TOLERANCE = 5, 4, 3, 1e-5
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+Batch = dict[str, Tensor]
+
+
+def model_class(family: str) -> ModelClass:
+    return ModelClass(f"{family}ForCausalLM", family.lower(), "causal_lm")
+
+
+def token_batch(model: nn.Module, tokens: int, side: str) -> Batch:
+    """Rows of tokens, of which all but the first have padding on a side: "none", "left" or "right"."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, 90, (ROWS, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    if side != "none":
+        mask[1:, -PADDING:] = 0
+        ids = ids.masked_fill(mask == 0, 0)
+    if side == "left":
+        ids, mask = (torch.cat([part[:1], part[1:].roll(PADDING, 1)]) for part in (ids, mask))
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 1:].masked_fill_(mask[:, :-1] == 0, -100)  # no token of padding foretells the first one of a text
+    batch = {"input_ids": ids, "labels": labels}
+    return batch if side == "none" else {**batch, "attention_mask": mask}
+
+
+def packed_batch(tokens: int) -> Batch:
+    """Rows of two documents each, as `penstock.pack_documents` makes them."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(4, 90, (tokens // 2,), generator=generator) for _ in range(2 * ROWS)]
+    return penstock.pack_documents(documents, 2 * (tokens // 2)).columns
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """LoRA on every linear layer but the head, with small numbers in place of zeros, so that both factors learn."""
+    torch.manual_seed(1)
+    adapted = LoraChoice(r=4, targets=(ALL_LINEAR,)).put_on(model, "causal-lm")
+    for name, param in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.02)
+    return adapted
+
+
+def train_eager(model: nn.Module, batch: Batch) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer, losses = SGD([p for p in model.parameters() if p.requires_grad]), []
+    for _ in range(STEPS):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
+def train_plan(model: nn.Module, batch: Batch, micro_batches: int, devices: int) -> tuple[list[float], dict[str, Tensor]]:
+    hardware = penstock.Hardware.cpu(num_devices=devices, memory="3GB", dram="6GB")
+    strategy = "gpipe" if devices > 1 else "balanced"
+    job = penstock.compile(
+        model, hardware, example_inputs=batch, optimizer=SGD, strategy=strategy, micro_batches=micro_batches
+    )
+    with job:
+        losses = [float(job.step(batch)) for _ in range(STEPS)]
+        job.sync()
+    return losses, model.state_dict()
+
+
+def apart(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> float:
+    """The largest difference of a loss or of a weight, relative to the largest of its tensor."""
+    losses = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found[0], wanted[0]))
+    weights = (
+        float((found[1][name] - value).abs().max()) / max(float(value.abs().max()), 1e-2)
+        for name, value in wanted[1].items()
+        if value.is_floating_point() and value.numel()
+    )
+    return max(losses, *weights)
+
+
+def compare(family: str, tokens: int, quick: bool = False) -> dict[str, Any]:
+    """The row of a family."""
+    found: dict[str, Any] = {"family": family, "tokens": tokens}
+    try:
+        start = build(model_class(family))
+        first = {side: train_eager(copy.deepcopy(start), token_batch(start, tokens, side)) for side in ("left", "right")}
+    except Exception as error:
+        return {**found, "outcome": "fails in eager", "detail": _text(error)}
+    found["sides"] = max(abs(a - b) / abs(b) for a, b in zip(first["left"][0], first["right"][0]))
+    cases = itertools.product(("full", "lora"), ("none", "left", "right"), (1, 2), (1, 2))
+    worst, began = 0.0, time.monotonic()
+    for kind, side, micro_batches, devices in cases:
+        if quick and (side == "none" or micro_batches == 1 or devices == 1):
+            continue
+        case = f"{kind} {side} M={micro_batches} devices={devices}"
+        model = copy.deepcopy(start)
+        model = with_adapters(model) if kind == "lora" else model
+        batch = token_batch(model, tokens, side)
+        wanted = train_eager(copy.deepcopy(model), batch)
+        try:
+            difference = apart(train_plan(model, batch, micro_batches, devices), wanted)
+        except PenstockError as error:
+            return {**found, "outcome": "refused", "case": case, "detail": _text(error)}
+        except Exception as error:
+            return {**found, "outcome": "raw error", "case": case, "detail": _text(error)}
+        if not difference <= worst:
+            worst, found["worst_case"] = difference, case
+    found.update(apart=worst, outcome="equal" if worst <= TOLERANCE else "different", packed=packed_outcome(start, tokens))
+    return {**found, "seconds": time.monotonic() - began}
+
+
+def packed_outcome(model: nn.Module, tokens: int) -> str:
+    try:
+        train_plan(copy.deepcopy(model), packed_batch(tokens), 2, 1)
+    except PenstockError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        return f"raw error: {_text(error)}"
+    return "trained"
+
+
+def _text(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split())[:600]
+    return f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="an expression found in the names of families")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--quick", action="store_true", help="padding with two micro-batches on two devices only")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    for family in FAMILIES:
+        if re.search(args.only, family):
+            row = compare(family, args.tokens, args.quick)
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
