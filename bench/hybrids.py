@@ -48,7 +48,7 @@ def model_class(family: str) -> ModelClass:
     return ModelClass(f"{family}ForCausalLM", family.lower(), "causal_lm")
 
 
-def token_batch(model: nn.Module, tokens: int, side: str) -> Batch:
+def token_batch(tokens: int, side: str) -> Batch:
     """Rows of tokens, of which all but the first have padding on a side: "none", "left" or "right"."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(4, 90, (ROWS, tokens), generator=generator)
@@ -81,9 +81,9 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return adapted
 
 
-def train_eager(model: nn.Module, batch: Batch) -> tuple[list[float], dict[str, Tensor]]:
+def train_eager(model: nn.Module, batch: Batch, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
     optimizer, losses = SGD([p for p in model.parameters() if p.requires_grad]), []
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()
@@ -120,7 +120,7 @@ def compare(family: str, tokens: int, quick: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {"family": family, "tokens": tokens}
     try:
         start = build(model_class(family))
-        first = {side: train_eager(copy.deepcopy(start), token_batch(start, tokens, side)) for side in ("left", "right")}
+        first = {side: train_eager(copy.deepcopy(start), token_batch(tokens, side)) for side in ("left", "right")}
     except Exception as error:
         return {**found, "outcome": "fails in eager", "detail": _text(error)}
     found["sides"] = max(abs(a - b) / abs(b) for a, b in zip(first["left"][0], first["right"][0]))
@@ -132,7 +132,7 @@ def compare(family: str, tokens: int, quick: bool = False) -> dict[str, Any]:
         case = f"{kind} {side} M={micro_batches} devices={devices}"
         model = copy.deepcopy(start)
         model = with_adapters(model) if kind == "lora" else model
-        batch = token_batch(model, tokens, side)
+        batch = token_batch(tokens, side)
         wanted = train_eager(copy.deepcopy(model), batch)
         try:
             difference = apart(train_plan(model, batch, micro_batches, devices), wanted)

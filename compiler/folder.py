@@ -72,6 +72,7 @@ class Settings(BaseModel):
     counts: CountRules = CountRules()
     picks: PickRules = PickRules()  # what is checked in each batch
     rows: RowFacts = MEAN_OVER_ROWS  # how the loss depends on the rows of a batch
+    one_document: str = ""  # what is said of a packed batch, where the example was none and rows hold one document
     comparison: str = ""  # of the op graph with the model in eager: what was compared, or why nothing was
     reads: list[str] = []  # the inputs whose values forward reads; what it makes of them is in `batch`
     sizes: BatchSizes | None = None  # those that differ from step to step; `batch` then has the most of each

@@ -63,6 +63,7 @@ from .calls import (
 from .custom_functions import original_apply
 from .guard import Borrowed, autocast_aliases, replace_functions
 from .prologue.nodes import PrologueNodes
+from .reference_code import reference_code
 from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values.branches import answer_if_finite, answer_without_error
 from .values.fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
@@ -149,6 +150,7 @@ class Recorder(GraphWriter):
         self.calls: dict[Any, RecordedCall] = {}
         self.other_gradients: dict[int, str] = {}  # ids of parameters with another requires_grad now -> what to say
         self.has_sparse = False  # an embedding asks for sparse gradients, which are dense here
+        self.left_out_kernels: dict[str, list[str]] = {}  # by package; their reference code is recorded
         self.has_checkpoints = False  # forward asks for recomputation, which passes decide here
         self.draws: DrawWatch | None = None  # watches the custom function being recorded
         self.batched_nodes: set[fx.Node] = set()  # those of the calls inside of the torch.vmap that runs
@@ -181,7 +183,11 @@ class Recorder(GraphWriter):
             *autocast_aliases(self.held.model, torch.autocast),
         ]
         # Functions that the model compiled are traced through.
-        with forced_eager(), replace_functions(*changes), self.fake_mode, EachFunction(self.on_function):
+        with (
+            forced_eager(), reference_code() as left_out, replace_functions(*changes), self.fake_mode,
+            EachFunction(self.on_function),
+        ):  # fmt: skip
+            self.left_out_kernels = left_out
             yield
         if self.other_gradients:
             raise CaptureError(next(iter(self.other_gradients.values())))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ...ir.errors import CaptureError
+from .reference_code import kernel_refusal
 
 _ROOT = os.path.dirname(torch.__file__)
 _WAYS_OUT = {
@@ -28,12 +29,13 @@ _WAYS_OUT = {
 def add_way_out(error: CaptureError) -> CaptureError:
     """The error with a way out in place of its reason, where the file of torch that failed has a known way out."""
     files = [*_files(error), *_files(error.__cause__)]
-    for place, text in _WAYS_OUT.items():
-        if any(place in file for file in files):
-            lines = str(error).splitlines()
-            places = [lines[0], *(line for line in lines[1:2] if line.startswith("  in "))]  # the user's, a library's
-            return CaptureError("\n".join([*places, f"  {text}"]))
-    return error
+    known = (text for place, text in _WAYS_OUT.items() if any(place in file for file in files))
+    way_out = kernel_refusal(error.__cause__) or next(known, None)
+    if way_out is None:
+        return error
+    lines = str(error).splitlines()
+    places = [lines[0], *(line for line in lines[1:2] if line.startswith("  in "))]  # the user's, a library's
+    return CaptureError("\n".join([*places, f"  {way_out}"]))
 
 
 def _files(error: BaseException | None) -> Iterator[str]:

@@ -35,6 +35,7 @@ from .param_changes import changes_of, take_out
 from .prologue.nodes import read_made_inputs
 from .python_state import state_of
 from .recorder import Recorder
+from .reference_code import reference_note
 from .refusals import add_way_out
 from .refuse.repeat import require_repeatable
 from .refuse.saved_writes import require_unchanged
@@ -272,7 +273,8 @@ def _notes(recorder: Recorder, inputs: TraceInputs) -> tuple[str, ...]:
     others = {NUM_ITEMS, *options.lent, *(each.name for each in options.made)}
     left = [name for name in inputs.tensors if name not in read and name not in others]
     unread = [f"neither forward nor the loss reads {name!r} of the batch" for name in left]
-    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints + (*unread,)
+    kernels = [reference_note(recorder.left_out_kernels)] if recorder.left_out_kernels else []
+    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints + (*kernels, *unread)
 
 
 @contextmanager

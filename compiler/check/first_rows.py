@@ -26,6 +26,7 @@ from ...runtime.torch_names import tree_leaves, tree_map
 from ..batches.shape import BatchShape, as_dicts, flatten, micro_batch_spec, program_inputs
 from ..capture.guard import Borrowed, TraceOptions, borrow
 from ..capture.inputs import TraceInputs, forward_arguments, named_outputs, untaken_key
+from ..capture.reference_code import reference_code
 from ..graphs import Graphs
 from ..job.counts import BatchCounts, part_of
 from ..loss import capture
@@ -134,7 +135,7 @@ class _Comparison:
 
     def run(self) -> str:
         proxies = _Proxies(set(self.graph.changes))
-        with borrow(self.model, proxies, TraceOptions(loss_fn=self.loss_fn)) as held, forced_eager():
+        with borrow(self.model, proxies, TraceOptions(loss_fn=self.loss_fn)) as held, forced_eager(), reference_code():
             self.leaves = held.leaves
             eager = self._side(held, proxies, self._model_outputs)
             graph = self._side(held, proxies, self._graph_outputs)

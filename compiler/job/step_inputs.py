@@ -20,6 +20,7 @@ from ...runtime.processes.driver import Driver, loaded_names
 from ...runtime.state.weights import WeightSource, stage_buffers
 from ..batches.shape import as_dicts
 from ..folder import COUNTS_FILE, Folder
+from ..packing.borders import POSITIONS, most_documents
 from ..packing.limit import DocumentLimit
 from .bad_values import PickCheck
 from .changes.model import Taken
@@ -91,6 +92,9 @@ class StepInputs:
 
     def _read(self, function: str, batch: Any, needed: Collection[str]) -> ReadBatch:
         """Raises `BatchError` for a batch that the programs do not take."""
+        alone = self.run.folder.settings.one_document
+        if alone and most_documents(batch):
+            raise BatchError(f"batch[{POSITIONS!r}] {alone}")
         if self.feed.any_sizes is None:
             leaves, kind = self.feed.read(function, batch, needed)
             if self.documents is not None and self.documents.positions in leaves:

@@ -47,18 +47,23 @@ def require_positions(example_inputs: Any) -> None:
         )
 
 
-def most_documents(example_inputs: Any) -> int:
+def may_be_packed(shape: Mapping[str, Any]) -> bool:
+    """Whether batches of these shapes and types may have positions that begin anew with each document."""
+    return POSITIONS in shape and shape[POSITIONS] == shape.get("input_ids")
+
+
+def most_documents(batch: Any) -> int:
     """The most documents in a row, which positions that begin anew tell apart; 0 where none does so between tokens that
     the row's mask shows."""
-    if not isinstance(example_inputs, Mapping):
+    if not isinstance(batch, Mapping):
         return 0
-    positions, ids = example_inputs.get(POSITIONS), example_inputs.get("input_ids")
+    positions, ids = batch.get(POSITIONS), batch.get("input_ids")
     if not (_is_known(positions) and isinstance(ids, Tensor) and ids.dim() == 2):
         return 0
     if positions.shape != ids.shape:
         return 0
     begins = positions.diff(dim=-1) != 1
-    mask = example_inputs.get("attention_mask")
+    mask = batch.get("attention_mask")
     if mask is not None:
         if not (_is_known(mask) and mask.shape == ids.shape):
             return 0  # a mask of the user's own, of all pairs
@@ -71,8 +76,16 @@ def _is_known(value: Any) -> TypeGuard[Tensor]:
 
 
 def require_borders(graph: OpGraph) -> None:
-    """Raise `PlanError` where tokens of a packed batch attend across the borders of documents."""
-    begins = f"example_inputs[{POSITIONS!r}] begins anew inside of rows, where another document begins, but"
+    """Raise `PlanError` where tokens of a packed batch reach others across the borders of documents."""
+    reason = open_border(graph)
+    if reason:
+        raise PlanError(f"example_inputs[{POSITIONS!r}] {reason}")
+
+
+def open_border(graph: OpGraph) -> str:
+    """What is to be said of a packed batch: where tokens reach others across the borders of documents, and what is
+    allowed. "" where none does."""
+    begins = "begins anew inside of rows, where another document begins, but"
     silent = (*_SILENT, *graph.loss.rules.names)
     telling = [name for name in graph.inputs if name not in silent]  # a model may have an input of its own
     contents = {name for name, value in graph.inputs.items() if value.is_floating_point()} | {"input_ids", "labels"}
@@ -80,7 +93,7 @@ def require_borders(graph: OpGraph) -> None:
     others = [node for node, is_attention in meeting.items() if not is_attention]
     if others:
         module = f"{others[0].meta.get('module_path') or 'the model'} ({others[0].meta.get('module_type')})"
-        raise PlanError(
+        return (
             f"{begins} tokens of one document reach the next in {module}, at {others[0].meta.get('source')}: of all "
             "that joins tokens, only attention by a mask is known to end with a document. Allowed: one document "
             "in a row"
@@ -89,10 +102,11 @@ def require_borders(graph: OpGraph) -> None:
     if places:
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
         without = "leave 'attention_mask' out of the batch, as transformers' models find documents only without one; "
-        raise PlanError(
+        return (
             f"{begins} the attention of {places[0]}{more} sees across: its mask does not follow from {POSITIONS!r}. "
             f"Allowed: {without if 'attention_mask' in graph.inputs else ''}an 'attention_mask' of booleans "
             "[rows, 1, queries, keys] that shows each token its own document; one document in a row"
         )
     if not any(node.users for node in graph.nodes if node.op == "placeholder" and node.name in telling):
-        raise PlanError(f"{begins} the model does not read {POSITIONS!r}: put one document into a row")
+        return f"{begins} the model does not read {POSITIONS!r}: put one document into a row"
+    return ""

@@ -378,8 +378,33 @@ def test_whatever_joins_tokens_across_borders_is_refused(name: str) -> None:
     ids[0, :begin] = (ids[0, :begin] + 1) % VOCABULARY
     first, second = (model(**given)["logits"][0, begin:] for given in (batch, {**batch, "input_ids": ids}))
     assert not torch.allclose(first, second, rtol=0, atol=1e-6)
-    one_each = {**batch, "position_ids": torch.arange(SEQUENCE).expand(4, -1).contiguous()}
-    compile_job(model, one_each, micro_batches=2).close()
+    compile_job(model, one_document_each(batch), micro_batches=2).close()
+
+
+def one_document_each(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**batch, "position_ids": torch.arange(SEQUENCE).expand(len(batch["input_ids"]), -1).contiguous()}
+
+
+@pytest.mark.parametrize("example", ["rows", pytest.param("shapes", marks=pytest.mark.slow)])
+def test_a_packed_batch_after_one_that_is_not_is_refused(example: str) -> None:
+    """What holds for the example holds for all batches, in a job that is loaded, too."""
+    packed = pack_steps()[0]
+    alone = one_document_each(packed)
+    shapes = {name: {"shape": [*value.shape], "dtype": "int64"} for name, value in alone.items()}
+    with compile_job(Joined(JOINS["convolution"]), alone if example == "rows" else shapes, micro_batches=2) as job:
+        job.step(alone)
+        refused = r"batch\['position_ids'\] begins anew .* tokens of one document reach the next in the model \(Joined\)"
+        for call in (job.step, job.evaluate):
+            with pytest.raises(BatchError, match=refused):
+                call(packed)
+        job.step(alone)
+
+
+def test_a_packed_batch_after_one_that_is_not_is_separated_by_its_positions() -> None:
+    packed, model = pack_steps()[0], make("llama", "sdpa")
+    eager = Eager(model, micro_batches=1, loss_of=loss_alone)
+    with compile_job(model, one_document_each(packed), micro_batches=2) as job:
+        assert_close({"loss": job.step(packed)}, {"loss": eager.step(STEPS[0])}, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["sinks", "attention"])
