@@ -41,6 +41,7 @@ FAMILIES = (
 )  # fmt: skip
 STEPS, ROWS, PADDING, TOLERANCE = 5, 4, 3, 1e-5
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+QUICK = (("full", "left"), ("lora", "right"))
 Batch = dict[str, Tensor]
 
 
@@ -127,7 +128,7 @@ def compare(family: str, tokens: int, quick: bool = False) -> dict[str, Any]:
     cases = itertools.product(("full", "lora"), ("none", "left", "right"), (1, 2), (1, 2))
     worst, began = 0.0, time.monotonic()
     for kind, side, micro_batches, devices in cases:
-        if quick and (side == "none" or micro_batches == 1 or devices == 1):
+        if quick and ((kind, side) not in QUICK or micro_batches == 1 or devices == 1):
             continue
         case = f"{kind} {side} M={micro_batches} devices={devices}"
         model = copy.deepcopy(start)
@@ -166,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="an expression found in the names of families")
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--quick", action="store_true", help="padding with two micro-batches on two devices only")
+    parser.add_argument("--quick", action="store_true", help="two cases, of two micro-batches on two devices")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -176,7 +177,11 @@ def main() -> None:
     for family in FAMILIES:
         if re.search(args.only, family):
             row = compare(family, args.tokens, args.quick)
-            print(row, flush=True)
+            row["cases"] = len(QUICK) if args.quick else 24
+            if args.save:
+                rows.save("hybrids", row)
+            else:
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

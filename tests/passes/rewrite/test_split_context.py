@@ -207,6 +207,15 @@ class Odd(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / 7}
 
 
+def scan(x: Tensor) -> Tensor:
+    """A state that each token changes and reads."""
+    state, results = torch.zeros_like(x[:, 0]), []
+    for i in range(x.shape[1]):
+        state = state / 2 + x[:, i]
+        results.append(state)
+    return torch.stack(results, 1)
+
+
 def split(model: nn.Module, team: int = 2, batch: Any = None, by: By = "heads") -> Draft:
     draft = Draft(trace(model, batch or batches_of(1)[0]), Hardware.cpu(num_devices=team), Options())
     p = SplitContext(by, team)
@@ -220,6 +229,8 @@ def split(model: nn.Module, team: int = 2, batch: Any = None, by: By = "heads") 
         (lambda x: x.cumsum(1), r"cumsum \(test_split_context\.py:\d+: .*cumsum\(1\).*\) lets tokens meet"),
         (lambda x: x - x.mean(1, keepdim=True), "lets tokens meet"),
         (lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x, 'use attn_implementation="sdpa"'),
+        (lambda x: F.conv1d(x.mT, torch.ones(6, 1, 3), groups=6, padding=2)[..., :-2].mT, r"conv1d .* lets tokens meet"),
+        (lambda x: scan(x), r"test_split_context\.py:\d+: .*lets tokens meet"),
         (lambda x: F.dropout(x, 0.5), "draws random numbers for each token"),
         (lambda x: F.scaled_dot_product_attention(x, x, x), r"not \(rows, heads, tokens, width\)"),
     ],

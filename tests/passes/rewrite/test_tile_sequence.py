@@ -27,6 +27,7 @@ from penstock.ir.errors import PassError, VerifyError
 from penstock.ir.program import work_of
 from penstock.ir.regions import TiledRegion, mark_of, with_regions
 from penstock.passes.rewrite.tile_sequence import TileSequence
+from penstock.ir.regions import MARK
 from penstock.runtime.functions.tiles import tile_slices
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES
@@ -89,6 +90,40 @@ def assert_trains_like_eager(model: nn.Module, batch: Any, tolerance: float = 2e
     with job_of(model, batch, **options) as job:
         assert job.plan.decisions.tiles
         assert_trains_and_evaluates_like_eager(job, batch, tolerance)
+
+
+class Scanning(Attending):
+    """With a convolution and a state along the sequence in the place of attention, as wide as the sequence is long."""
+
+    def __init__(self) -> None:
+        super().__init__(LENGTH + 1)
+        self.filters = nn.ModuleList(nn.Conv1d(LENGTH + 1, LENGTH + 1, 3, padding=2) for _ in self.layers)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(input_ids)
+        for layer, mixed in zip(self.layers, self.filters):
+            x = x + mixed(layer.norms[0](x).mT)[..., : x.shape[1]].mT
+            state, states = torch.zeros_like(x[:, 0]), []
+            for token in x.unbind(1):
+                state = state / 2 + token.sigmoid()
+                states.append(state)
+            h = layer.norms[1](torch.stack(states, 1))
+            x = x + layer.down(F.silu(layer.gate(h)) * layer.up(h))
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+def test_no_tile_carries_a_convolution_or_a_state() -> None:
+    draft = apply(draft_of(trace(Scanning(), full_batch())), TileSequence(tokens=3))
+    inside = [node for node in draft.graph.nodes if MARK in node.meta]
+    marked = {node.target if node.op == "call_module" else call_name(node) for node in inside}
+    assert "layers.0.down" in marked and marked.isdisjoint({"filters.0", "filters.1", "unbind", "stack"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [LENGTH, LENGTH + 1])
+def test_tiles_around_a_state_train_like_eager(length: int) -> None:
+    """Of a square of numbers, tiles may be along the other side."""
+    assert_trains_like_eager(Scanning(), full_batch(length=length))
 
 
 def test_tiles_train_and_evaluate_like_eager() -> None:
