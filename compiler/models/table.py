@@ -16,7 +16,7 @@ ModelRow = tuple[str, dict[str, Any]]
 def known_models() -> dict[str, ModelRow]:
     """Short name to (model type, fields of its configuration)."""
     return {
-        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_qwen3_moe(), **_bert(), **_t5(), **_bart(), **_vit(),
+        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_qwen3_moe(), **_bert(), **_t5(), **_bart(), **_vit(), **_hybrids(),
         "phi-1.5": ("phi", {}),  # the configuration's defaults are its figures
         "stablelm-alpha-3b": (
             "gpt_neox",
@@ -37,7 +37,7 @@ def known_models() -> dict[str, ModelRow]:
 def alias_of(name: str) -> str:
     """The short name of a hub name: "facebook/opt-1.3b" and "OPT-1.3B" are both "opt-1.3b", and so for variants of the
     same dimensions, such as "Llama-3.1-8B-Instruct"."""
-    short = re.sub(r"(-(instruct|chat|hf|it|uncased|cased|v0\.1))+$", "", name.rpartition("/")[2].lower())
+    short = re.sub(r"(-(instruct|chat|hf|it|uncased|cased|v0\.1|thinking|base-8k))+$", "", name.rpartition("/")[2].lower())
     short = re.sub(r"(?<=\db)-base$", "", short)
     short = re.sub(r"^(meta-)?llama-?3(\.[1-3])?-", "llama-", short)
     return {
@@ -48,6 +48,7 @@ def alias_of(name: str) -> str:
         "gpt2-1.5b": "gpt2-xl",
         "vit-base-patch16-224": "vit-base",
         "vit-large-patch16-224": "vit-large",
+        "jamba": "jamba-52b",
     }.get(short, short)
 
 
@@ -124,12 +125,53 @@ def _qwen3_moe() -> dict[str, ModelRow]:
     }
 
 
+def _hybrids() -> dict[str, ModelRow]:
+    """Attention beside states along the sequence. An empty row: the configuration's defaults are its figures."""
+    falcon: dict[str, Any] = {"head_dim": 128, "mamba_d_head": 128, "mamba_d_state": 256}
+    falcon_keys = (*_KEYS, "mamba_n_heads", "mamba_d_ssm", "mamba_n_groups")
+    falcon_sizes = {
+        "7b": (3072, 12288, 44, 12, 2, 130048, 262144, 24, 3072, 1),
+        "34b": (5120, 21504, 72, 20, 4, 261120, 262144, 32, 4096, 2),
+    }
+    granite = {
+        **_decoder(4096, 768, 40, 32, 8, 100352, 131072), "shared_intermediate_size": 1536, "num_local_experts": 72,
+        "num_experts_per_tok": 10, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+        "tie_word_embeddings": True,
+        "layer_types": ["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)],
+    }  # fmt: skip
+    nemotron = {
+        "hybrid_override_pattern": "M-M-M-M*" + 3 * "-M-M-M-M-M*" + "-M-M-M-M-M-", "num_hidden_layers": 52,
+        "n_groups": 8, "ssm_state_size": 128,
+    }  # fmt: skip
+    lfm2 = {"hidden_size": 2048, "num_hidden_layers": 16}
+    lfm2_types = ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)]
+    mamba = {"hidden_size": 2560, "num_hidden_layers": 64}
+    return {
+        **{f"falcon-h1-{n}": ("falcon_h1", {**falcon, **dict(zip(falcon_keys, row))}) for n, row in falcon_sizes.items()},
+        "qwen3-next-80b-a3b": ("qwen3_next", {}),
+        "qwen3.5-9b": ("qwen3_5_text", {}),
+        "qwen3.5-35b-a3b": ("qwen3_5_moe_text", {}),
+        "kimi-linear-48b-a3b": ("kimi_linear", {}),
+        "jamba-52b": ("jamba", {}),
+        "granite-4.0-h-small": ("granitemoehybrid", granite),
+        "nemotron-h-8b": ("nemotron_h", nemotron),
+        "lfm2-1.2b": ("lfm2", {**lfm2, "layer_types": lfm2_types}),
+        "mamba-2.8b": ("mamba", {**mamba, "vocab_size": 50280}),
+        "mamba2-2.7b": (
+            "mamba2",
+            {**mamba, "vocab_size": 50288, "num_heads": 80, "n_groups": 1, "tie_word_embeddings": True},
+        ),
+    }
+
+
+_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+
 def _decoder(*row: int) -> dict[str, Any]:
-    keys = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "vocab_size", "max_position_embeddings",
-    )  # fmt: skip
-    return dict(zip(keys, row))
+    return dict(zip(_KEYS, row))
 
 
 def _bert() -> dict[str, ModelRow]:

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
-from ...ir.regions import FusedRegion, Region, TiledRegion, mark_of, unread_regions, with_regions
+from ...ir.regions import FusedRegion, Region, TiledRegion, mark_of, region_inputs, unread_regions, with_regions
 from ...runtime.functions import (
     attend_block,
     chunked_cross_entropy,
@@ -207,7 +207,7 @@ class FakeBlockRun:
         keep = set(self.block.outputs)
         steps = with_regions(self.block.nodes)
         for i, step in enumerate(steps):
-            for arg in step.inputs if isinstance(step, Region) else step.all_input_nodes:
+            for arg in _reads(step):
                 last[arg] = i
         for i, step in enumerate(steps):
             if isinstance(step, Region):
@@ -215,14 +215,12 @@ class FakeBlockRun:
                     self.run_tiles(step, values, step.name in unread)
                 elif isinstance(step, FusedRegion):
                     self.run_fused(step, values)
-                read = step.inputs
             elif step in without:
                 values[step] = None
                 continue
             else:
                 self.run_node(step, values)
-                read = step.all_input_nodes
-            for arg in read:
+            for arg in _reads(step):
                 if last[arg] == i and arg not in keep and arg not in self.inputs:
                     values.pop(arg, None)
         return values
@@ -423,6 +421,11 @@ class FakeBlockRun:
             values = self.execute()
         del values
         return meter
+
+
+def _reads(step: fx.Node | Region) -> list[fx.Node]:
+    """The nodes that a step reads, with the weights that are read inside of a region."""
+    return region_inputs(step.nodes) if isinstance(step, Region) else step.all_input_nodes
 
 
 def _inner(node: fx.Node) -> AbstractContextManager[Any]:

@@ -35,6 +35,13 @@ def num_params(name: str) -> int:
         ("t5-11b", "seq2seq", 11.307),
         pytest.param("gpt2-xl", "causal-lm", 1.558, marks=pytest.mark.slow),
         ("vit-g", "image-classification", 1.013),
+        ("mamba2-2.7b", "causal-lm", 2.703),
+        ("tiiuae/Falcon-H1-7B-Instruct", "causal-lm", 7.586),
+        pytest.param("qwen3-next-80b-a3b", "causal-lm", 79.67, marks=pytest.mark.slow),
+        pytest.param("falcon-h1-34b", "causal-lm", 33.64, marks=pytest.mark.slow),
+        pytest.param("granite-4.0-h-small", "causal-lm", 32.21, marks=pytest.mark.slow),
+        pytest.param("nvidia/Nemotron-H-8B-Base-8K", "causal-lm", 8.101, marks=pytest.mark.slow),
+        pytest.param("jamba-52b", "causal-lm", 51.57, marks=pytest.mark.slow),
     ],
 )
 def test_short_names_have_the_published_sizes(name: str, head: str, billions: float) -> None:

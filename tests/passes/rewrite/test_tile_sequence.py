@@ -112,6 +112,23 @@ class Scanning(Attending):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
+class Mixing(Attending):
+    """A weight is read by a part, and by what its own values make before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.share = nn.ModuleList(), nn.Parameter(torch.full((8,), 0.3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(input_ids)
+        x = x * self.share + F.pad(x, (0, 0, 1, -1)) * (1 - self.share)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+def test_a_weight_is_read_inside_of_a_part_after_its_last_use_outside() -> None:
+    assert_trains_like_eager(Mixing(), full_batch())
+
+
 def test_no_tile_carries_a_convolution_or_a_state() -> None:
     draft = apply(draft_of(trace(Scanning(), full_batch())), TileSequence(tokens=3))
     inside = [node for node in draft.graph.nodes if MARK in node.meta]
