@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import Event, get_ident
 from typing import Any
 
 import torch
@@ -271,32 +271,39 @@ def _configs(model: nn.Module) -> list[Any]:
 def replace_functions(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Set the function `owner.name = value` for each change; put back what was there on exit. Other threads, on which
     devices may be at work on a step, still get what was there. Where the `apply` of autograd functions is replaced, so
-    are those that a script has taken from its classes before (`relu = Relu.apply`)."""
+    are those that a script has taken from its classes before (`relu = Relu.apply`). What a script takes meanwhile, as a
+    module does that forward imports, is afterwards whatever is there then."""
     before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
     with ExitStack() as stack:
+        over = Event()
+        stack.callback(over.set)
         for owner, name, old in before:
             stack.callback(setattr, owner, name, old)
         for (owner, name, old), (_, _, value) in zip(before, changes):
             if owner is torch.autograd.Function and name == "apply":
                 old = classmethod(original_apply) if old is TORCH_APPLY else old
                 stack.enter_context(redirect_taken_functions())
-            setattr(owner, name, _function_of_thread(value, old))
+            setattr(owner, name, _function_of_thread(owner, name, value, old, over))
         yield
 
 
-def _function_of_thread(new: Any, old: Any) -> Any:
-    """A function, or a class's method, that is `new` in the calling thread and `old` in others."""
+def _function_of_thread(owner: Any, name: str, new: Any, old: Any, over: Event) -> Any:
+    """A function, or a class's method, that is `new` in the calling thread and `old` in others; once it is over, what
+    the owner has."""
     thread = get_ident()
+
+    def choose() -> Any:
+        return owner.__dict__[name] if over.is_set() else new if get_ident() == thread else old
+
     if isinstance(new, classmethod):
 
         def method(kind: type, *args: Any, **kwargs: Any) -> Any:
-            own = new if get_ident() == thread else old
-            return own.__get__(None, kind)(*args, **kwargs)
+            return choose().__get__(None, kind)(*args, **kwargs)
 
         return classmethod(method)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (new if get_ident() == thread else old)(*args, **kwargs)
+        return choose()(*args, **kwargs)
 
     return function
 

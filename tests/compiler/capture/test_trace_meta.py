@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import operator
 
 import pytest
@@ -234,6 +235,35 @@ def test_a_taken_function_keeps_its_own_gradient(forward, calls):
     (found,) = torch.autograd.grad(opgraph.module(x)["loss"], [model.linear.weight])
     (wanted,) = torch.autograd.grad(forward(model, x), [model.linear.weight])
     assert torch.equal(found, wanted)
+
+
+LIBRARY = """
+import torch
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+twice = Twice.apply
+"""
+
+
+def test_a_function_of_a_module_that_forward_imports_is_good_for_the_next_trace(tmp_path, monkeypatch):
+    (tmp_path / "late_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def forward(m, x):
+        return importlib.import_module("late_library").twice(m.linear(x)).sum()
+
+    for _ in range(2):
+        kinds = [getattr(node.target, "__self__", None) for node in record(forward).nodes]
+        assert [kind.__name__ for kind in kinds if isinstance(kind, type)] == ["Twice"]
+    assert importlib.import_module("late_library").twice(torch.ones(1)) == 2
 
 
 def test_a_taken_function_knows_whether_gradients_are_on():

@@ -25,9 +25,8 @@ from penstock.ir import ops
 from penstock.ir.calls import call_name
 from penstock.ir.errors import PassError, VerifyError
 from penstock.ir.program import work_of
-from penstock.ir.regions import TiledRegion, mark_of, with_regions
+from penstock.ir.regions import MARK, TiledRegion, mark_of, with_regions
 from penstock.passes.rewrite.tile_sequence import TileSequence
-from penstock.ir.regions import MARK
 from penstock.runtime.functions.tiles import tile_slices
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES
