@@ -43,6 +43,7 @@ STEPS, ROWS, PADDING, TOLERANCE = 5, 4, 3, 1e-5
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 QUICK = (("full", "left"), ("lora", "right"))
 Batch = dict[str, Tensor]
+Trained = tuple[list[float], dict[str, Tensor]]  # losses and weights
 
 
 def model_class(family: str) -> ModelClass:
@@ -82,7 +83,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return adapted
 
 
-def train_eager(model: nn.Module, batch: Batch, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
+def train_eager(model: nn.Module, batch: Batch, steps: int = STEPS) -> Trained:
     optimizer, losses = SGD([p for p in model.parameters() if p.requires_grad]), []
     for _ in range(steps):
         loss = model(**batch).loss
@@ -93,7 +94,7 @@ def train_eager(model: nn.Module, batch: Batch, steps: int = STEPS) -> tuple[lis
     return losses, model.state_dict()
 
 
-def train_plan(model: nn.Module, batch: Batch, micro_batches: int, devices: int) -> tuple[list[float], dict[str, Tensor]]:
+def train_plan(model: nn.Module, batch: Batch, micro_batches: int, devices: int) -> Trained:
     hardware = penstock.Hardware.cpu(num_devices=devices, memory="3GB", dram="6GB")
     strategy = "gpipe" if devices > 1 else "balanced"
     job = penstock.compile(
@@ -105,7 +106,7 @@ def train_plan(model: nn.Module, batch: Batch, micro_batches: int, devices: int)
     return losses, model.state_dict()
 
 
-def apart(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> float:
+def apart(found: Trained, wanted: Trained) -> float:
     """The largest difference of a loss or of a weight, relative to the largest of its tensor."""
     losses = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found[0], wanted[0]))
     weights = (
@@ -143,7 +144,8 @@ def compare(family: str, tokens: int, quick: bool = False) -> dict[str, Any]:
             return {**found, "outcome": "raw error", "case": case, "detail": _text(error)}
         if not difference <= worst:
             worst, found["worst_case"] = difference, case
-    found.update(apart=worst, outcome="equal" if worst <= TOLERANCE else "different", packed=packed_outcome(start, tokens))
+    outcome = "equal" if worst <= TOLERANCE else "different"
+    found.update(apart=worst, outcome=outcome, packed=packed_outcome(start, tokens))
     return {**found, "seconds": time.monotonic() - began}
 
 

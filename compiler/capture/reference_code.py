@@ -73,9 +73,10 @@ def kernel_refusal(error: BaseException | None) -> str | None:
         )
     if inside is not None:
         return (
-            f"{layer} calls kernels of {PACKAGES[inside]}, which no program can hold ({type(error).__name__}: {error}): "
-            "choose the model's own code in PyTorch (without use_kernels; transformers takes its own where the package "
-            "is not installed), or put the kernel into a torch.autograd.Function whose forward takes fake tensors"
+            f"{layer} calls kernels of {PACKAGES[inside]}, which no program can hold ({type(error).__name__}: "
+            f"{error}); choose the model's own code in PyTorch (without use_kernels; transformers takes its own where "
+            "the package is not installed), or put the kernel into a torch.autograd.Function whose forward takes fake "
+            "tensors"
         )
     if isinstance(error, ValueError) and "packed sequences" in str(error):
         return (

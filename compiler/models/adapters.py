@@ -117,8 +117,8 @@ class LoraChoice:
         read = [name for name in names if kind in KERNEL_TYPES and name in KERNEL_LAYERS]
         if read:
             raise PlanError(
-                f"--adapter: targets={read[0]}: kernels of {kind} models read the weights of {' and '.join(KERNEL_LAYERS)} "
-                f"themselves, past an adapter; allowed are {', '.join(_names_beside_kernels(model))}"
+                f"--adapter: targets={read[0]}: kernels of {kind} models read the weights of "
+                f"{' and '.join(KERNEL_LAYERS)} past an adapter; allowed are {', '.join(_names_beside_kernels(model))}"
             )
         return names
 

@@ -16,7 +16,8 @@ ModelRow = tuple[str, dict[str, Any]]
 def known_models() -> dict[str, ModelRow]:
     """Short name to (model type, fields of its configuration)."""
     return {
-        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_qwen3_moe(), **_bert(), **_t5(), **_bart(), **_vit(), **_hybrids(),
+        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_qwen3_moe(), **_bert(), **_t5(), **_bart(), **_vit(),
+        **_hybrids(),
         "phi-1.5": ("phi", {}),  # the configuration's defaults are its figures
         "stablelm-alpha-3b": (
             "gpt_neox",
@@ -37,7 +38,8 @@ def known_models() -> dict[str, ModelRow]:
 def alias_of(name: str) -> str:
     """The short name of a hub name: "facebook/opt-1.3b" and "OPT-1.3B" are both "opt-1.3b", and so for variants of the
     same dimensions, such as "Llama-3.1-8B-Instruct"."""
-    short = re.sub(r"(-(instruct|chat|hf|it|uncased|cased|v0\.1|thinking|base-8k))+$", "", name.rpartition("/")[2].lower())
+    variants = r"(-(instruct|thinking|chat|hf|it|uncased|cased|v0\.1|base-8k))+$"
+    short = re.sub(variants, "", name.rpartition("/")[2].lower())
     short = re.sub(r"(?<=\db)-base$", "", short)
     short = re.sub(r"^(meta-)?llama-?3(\.[1-3])?-", "llama-", short)
     return {
@@ -147,7 +149,10 @@ def _hybrids() -> dict[str, ModelRow]:
     lfm2_types = ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)]
     mamba = {"hidden_size": 2560, "num_hidden_layers": 64}
     return {
-        **{f"falcon-h1-{n}": ("falcon_h1", {**falcon, **dict(zip(falcon_keys, row))}) for n, row in falcon_sizes.items()},
+        **{
+            f"falcon-h1-{name}": ("falcon_h1", {**falcon, **dict(zip(falcon_keys, row))})
+            for name, row in falcon_sizes.items()
+        },
         "qwen3-next-80b-a3b": ("qwen3_next", {}),
         "qwen3.5-9b": ("qwen3_5_text", {}),
         "qwen3.5-35b-a3b": ("qwen3_5_moe_text", {}),

@@ -35,7 +35,10 @@ def test_padding_on_either_side_is_the_same_text() -> None:
     assert left["attention_mask"][1].tolist() == right["attention_mask"][1].flip(0).tolist()
 
 
-@pytest.mark.parametrize(("family", "kind", "side"), [("Lfm2", "lora", "left"), pytest.param("FalconMamba", "full", "right", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "kind", "side"),
+    [("Lfm2", "lora", "left"), pytest.param("FalconMamba", "full", "right", marks=pytest.mark.slow)],
+)
 def test_a_hybrid_trains_as_eager_does(family: str, kind: str, side: str) -> None:
     model = build(model_class(family))
     model = hybrids.with_adapters(model) if kind == "lora" else model
@@ -74,6 +77,4 @@ def test_tiles_end_where_a_state_goes_on_and_teams_are_refused(family: str) -> N
 
 def compiled(model: torch.nn.Module, batch: hybrids.Batch, strategy: str, devices: int) -> penstock.Job:
     hardware = penstock.Hardware.cpu(num_devices=devices, memory="3GB", dram="6GB")
-    return penstock.compile(
-        model, hardware, example_inputs=batch, optimizer=SGD, strategy=strategy, micro_batches=2
-    )
+    return penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy=strategy, micro_batches=2)

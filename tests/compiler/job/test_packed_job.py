@@ -393,7 +393,7 @@ def test_a_packed_batch_after_one_that_is_not_is_refused(example: str) -> None:
     shapes = {name: {"shape": [*value.shape], "dtype": "int64"} for name, value in alone.items()}
     with compile_job(Joined(JOINS["convolution"]), alone if example == "rows" else shapes, micro_batches=2) as job:
         job.step(alone)
-        refused = r"batch\['position_ids'\] begins anew .* tokens of one document reach the next in the model \(Joined\)"
+        refused = r"batch\['position_ids'\] begins anew .* of one document reach the next in the model \(Joined\)"
         for call in (job.step, job.evaluate):
             with pytest.raises(BatchError, match=refused):
                 call(packed)
