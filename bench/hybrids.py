@@ -73,7 +73,7 @@ def packed_batch(tokens: int) -> Batch:
     return penstock.pack_documents(documents, 2 * (tokens // 2)).columns
 
 
-def with_adapters(model: nn.Module) -> nn.Module:
+def add_adapters(model: nn.Module) -> nn.Module:
     """LoRA on every linear layer but the head, with small numbers in place of zeros, so that both factors learn."""
     torch.manual_seed(1)
     adapted = LoraChoice(r=4, targets=(ALL_LINEAR,)).put_on(model, "causal-lm")
@@ -106,7 +106,7 @@ def train_plan(model: nn.Module, batch: Batch, micro_batches: int, devices: int)
     return losses, model.state_dict()
 
 
-def apart(found: Trained, wanted: Trained) -> float:
+def difference(found: Trained, wanted: Trained) -> float:
     """The largest difference of a loss or of a weight, relative to the largest of its tensor."""
     losses = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found[0], wanted[0]))
     weights = (
@@ -133,17 +133,17 @@ def compare(family: str, tokens: int, quick: bool = False) -> dict[str, Any]:
             continue
         case = f"{kind} {side} M={micro_batches} devices={devices}"
         model = copy.deepcopy(start)
-        model = with_adapters(model) if kind == "lora" else model
+        model = add_adapters(model) if kind == "lora" else model
         batch = token_batch(tokens, side)
         wanted = train_eager(copy.deepcopy(model), batch)
         try:
-            difference = apart(train_plan(model, batch, micro_batches, devices), wanted)
+            value = difference(train_plan(model, batch, micro_batches, devices), wanted)
         except PenstockError as error:
             return {**found, "outcome": "refused", "case": case, "detail": _text(error)}
         except Exception as error:
             return {**found, "outcome": "raw error", "case": case, "detail": _text(error)}
-        if not difference <= worst:
-            worst, found["worst_case"] = difference, case
+        if not value <= worst:
+            worst, found["worst_case"] = value, case
     outcome = "equal" if worst <= TOLERANCE else "different"
     found.update(apart=worst, outcome=outcome, packed=packed_outcome(start, tokens))
     return {**found, "seconds": time.monotonic() - began}

@@ -39,7 +39,7 @@ from .folder import Folder, Settings, print_all, print_counts
 from .graphs import Graphs
 from .job.job import Job
 from .job.together import planned_once
-from .packing.borders import may_be_packed, open_border
+from .packing.borders import has_positions, open_border
 from .packing.varying_inputs import ANY
 from .plan import Plan
 from .planning import planning
@@ -110,7 +110,7 @@ def compile(
         request, graphs, wishes, rows, result = _find(request)
         best = result.best
         folder, trust = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
-        if may_be_packed(request.batch.shape.leaves) and not request.batch.documents:
+        if has_positions(request.batch.shape.leaves) and not request.batch.documents:
             folder.settings.one_document = open_border(graphs(best.count))
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()

@@ -55,7 +55,7 @@ def reference_note(left_out: dict[str, list[str]]) -> str:
 
 
 def kernel_refusal(error: BaseException | None) -> str | None:
-    """What to say of an error that a package of kernels caused, or its absence; None for any other."""
+    """The refusal of an error that a package of kernels caused, or its absence; None for any other error."""
     if error is None:
         return None
     traceback, layer, inside = error.__traceback__, "the model", None

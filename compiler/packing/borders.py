@@ -47,7 +47,7 @@ def require_positions(example_inputs: Any) -> None:
         )
 
 
-def may_be_packed(shape: Mapping[str, Any]) -> bool:
+def has_positions(shape: Mapping[str, Any]) -> bool:
     """Whether batches of these shapes and types may have positions that begin anew with each document."""
     return POSITIONS in shape and shape[POSITIONS] == shape.get("input_ids")
 
@@ -83,7 +83,7 @@ def require_borders(graph: OpGraph) -> None:
 
 
 def open_border(graph: OpGraph) -> str:
-    """What is to be said of a packed batch: where tokens reach others across the borders of documents, and what is
+    """The reason to refuse a packed batch: where tokens reach others across the borders of documents, and what is
     allowed. "" where none does."""
     begins = "begins anew inside of rows, where another document begins, but"
     silent = (*_SILENT, *graph.loss.rules.names)

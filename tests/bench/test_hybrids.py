@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import penstock
 from penstock.bench import hybrids
-from penstock.bench.hybrids import FAMILIES, SGD, TOLERANCE, apart, model_class, packed_outcome, token_batch
+from penstock.bench.hybrids import FAMILIES, SGD, TOLERANCE, difference, model_class, packed_outcome, token_batch
 from penstock.bench.model_zoo.compare import build
 from penstock.compiler.strategies import PIPELINE
 from penstock.errors import PassError
@@ -41,10 +41,10 @@ def test_padding_on_either_side_is_the_same_text() -> None:
 )
 def test_a_hybrid_trains_as_eager_does(family: str, kind: str, side: str) -> None:
     model = build(model_class(family))
-    model = hybrids.with_adapters(model) if kind == "lora" else model
+    model = hybrids.add_adapters(model) if kind == "lora" else model
     batch = token_batch(TOKENS, side)
     wanted = hybrids.train_eager(copy.deepcopy(model), batch)
-    assert apart(hybrids.train_plan(model, batch, 2, 1), wanted) <= TOLERANCE
+    assert difference(hybrids.train_plan(model, batch, 2, 1), wanted) <= TOLERANCE
 
 
 def test_documents_whose_state_would_go_on_are_refused_with_their_layer() -> None:
@@ -66,15 +66,15 @@ def test_tiles_end_where_a_state_goes_on_and_teams_are_refused(family: str) -> N
     model = build(model_class(family))
     batch = token_batch(16, "none")
     with pytest.raises(PassError, match="lets tokens meet"):
-        compiled(copy.deepcopy(model), batch, TEAM, 2)
+        compile_hybrid(copy.deepcopy(model), batch, TEAM, 2)
     wanted = hybrids.train_eager(copy.deepcopy(model), batch, 2)
-    with compiled(model, batch, f"tile-sequence{{tokens=5}}, {PIPELINE}", 1) as job:
+    with compile_hybrid(model, batch, f"tile-sequence{{tokens=5}}, {PIPELINE}", 1) as job:
         assert job.plan.decisions.tiles
         losses = [float(job.step(batch)) for _ in range(2)]
         job.sync()
-    assert apart((losses, model.state_dict()), wanted) <= TOLERANCE
+    assert difference((losses, model.state_dict()), wanted) <= TOLERANCE
 
 
-def compiled(model: torch.nn.Module, batch: hybrids.Batch, strategy: str, devices: int) -> penstock.Job:
+def compile_hybrid(model: torch.nn.Module, batch: hybrids.Batch, strategy: str, devices: int) -> penstock.Job:
     hardware = penstock.Hardware.cpu(num_devices=devices, memory="3GB", dram="6GB")
     return penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy=strategy, micro_batches=2)

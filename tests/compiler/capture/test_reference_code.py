@@ -24,24 +24,24 @@ from penstock.errors import CaptureError
 TOKENS = 6
 
 
-def on_gpus_only(*args: Any, **kwargs: Any) -> Any:
+def need_gpu(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("no CUDA device")
 
 
 @pytest.fixture
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """LFM2 as it is where causal-conv1d is installed, which runs on GPUs alone."""
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback as choose
     from transformers.models.lfm2 import modeling_lfm2
 
     package = ModuleType("causal_conv1d")
-    package.causal_conv1d_fn = on_gpus_only  # type: ignore[attr-defined]
+    package.causal_conv1d_fn = need_gpu  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "causal_conv1d", package)
     own = modeling_lfm2.causal_conv1d_fn.__wrapped__
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", choose("causal_conv1d_fn", "causal_conv1d")(own))
 
 
-def test_reference_code_is_traced_in_place_of_kernels(with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_code_is_traced_in_place_of_kernels(fake_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(model_class("Lfm2"))
     batch = token_batch(TOKENS, "left")
     with pytest.raises(RuntimeError, match="no CUDA device"):

@@ -387,7 +387,7 @@ def one_document_each(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("example", ["rows", pytest.param("shapes", marks=pytest.mark.slow)])
 def test_a_packed_batch_after_one_that_is_not_is_refused(example: str) -> None:
-    """What holds for the example holds for all batches, in a job that is loaded, too."""
+    """The rule that was found for the example holds for all batches."""
     packed = pack_steps()[0]
     alone = one_document_each(packed)
     shapes = {name: {"shape": [*value.shape], "dtype": "int64"} for name, value in alone.items()}
