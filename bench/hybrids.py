@@ -6,7 +6,7 @@ padding on the left and on the right, one and two micro-batches, one and two dev
 once. `sides`: how far eager's losses with padding on the left are from those with padding on the right. `packed`: the
 first lines of the error for a row of two documents.
 
-Run: python bench/hybrids.py [--only WORDS] [--tokens 16] [--quick] [--save]
+Run: python bench/hybrids.py [--only WORDS] [--tokens 16] [--cases 8] [--save]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FAMILIES = (
 )  # fmt: skip
 STEPS, ROWS, PADDING, TOLERANCE = 5, 4, 3, 1e-5
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-QUICK = (("full", "left"), ("lora", "right"))
+FEW, MOST_CASES = (("full", "left"), ("lora", "right")), 24
 Batch = dict[str, Tensor]
 Trained = tuple[list[float], dict[str, Tensor]]  # losses and weights
 
@@ -117,9 +117,9 @@ def difference(found: Trained, wanted: Trained) -> float:
     return max(losses, *weights)
 
 
-def compare(family: str, tokens: int, quick: bool = False) -> dict[str, Any]:
+def compare(family: str, tokens: int, num_cases: int = MOST_CASES) -> dict[str, Any]:
     """The row of a family."""
-    found: dict[str, Any] = {"family": family, "tokens": tokens}
+    found: dict[str, Any] = {"family": family, "tokens": tokens, "cases": num_cases}
     try:
         start = build(model_class(family))
         first = {side: train_eager(copy.deepcopy(start), token_batch(tokens, side)) for side in ("left", "right")}
@@ -129,7 +129,9 @@ def compare(family: str, tokens: int, quick: bool = False) -> dict[str, Any]:
     cases = itertools.product(("full", "lora"), ("none", "left", "right"), (1, 2), (1, 2))
     worst, began = 0.0, time.monotonic()
     for kind, side, micro_batches, devices in cases:
-        if quick and ((kind, side) not in QUICK or micro_batches == 1 or devices == 1):
+        if num_cases < MOST_CASES and (kind, side) not in FEW:
+            continue
+        if num_cases == len(FEW) and 1 in (micro_batches, devices):
             continue
         case = f"{kind} {side} M={micro_batches} devices={devices}"
         model = copy.deepcopy(start)
@@ -169,7 +171,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="an expression found in the names of families")
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--quick", action="store_true", help="two cases, of two micro-batches on two devices")
+    parser.add_argument(
+        "--cases", type=int, choices=(2, 8, MOST_CASES), default=MOST_CASES,
+        help="8: padding on the left in full, on the right with LoRA; 2: of these, two micro-batches on two devices",
+    )  # fmt: skip
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -178,8 +183,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for family in FAMILIES:
         if re.search(args.only, family):
-            row = compare(family, args.tokens, args.quick)
-            row["cases"] = len(QUICK) if args.quick else 24
+            row = compare(family, args.tokens, args.cases)
             if args.save:
                 rows.save("hybrids", row)
             else:

@@ -88,3 +88,16 @@ def test_experts_that_a_base_leaves_whole_are_said(name: str, note: str) -> None
     assert found.startswith(note) and bool(found) == bool(note), found
     if note:
         assert "the largest is base_model.model.model.layers.0.mlp.experts.gate_up_proj [4, 128, 32]" in found
+
+
+def test_layers_that_kernels_read_have_no_adapters() -> None:
+    """PEFT refuses them, and plans without PEFT leave them out."""
+    small = "hidden_size=64,num_hidden_layers=1,vocab_size=64,num_heads=8,head_dim=16,state_size=8"
+    found = find_model(f"mamba2-2.7b:{small}", adapter="lora:r=2")
+    names = [
+        {name.rpartition(".lora_")[0].rpartition(".")[2] for name, param in model.named_parameters() if "lora_" in name}
+        for model in (found.on_meta(), found.describe())
+    ]
+    assert names == [{"in_proj"}] * 2
+    with pytest.raises(PlanError, match=r"targets=out_proj: kernels of mamba2 models read .*; allowed are in_proj"):
+        find_model(f"mamba2-2.7b:{small}", adapter="lora:targets=in_proj+out_proj").on_meta()
