@@ -37,7 +37,7 @@ from penstock.errors import PenstockError
 FAMILIES = (
     "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "KimiLinear", "OlmoHybrid", "LaraMini", "BailingHybrid",
     "NemotronH", "FalconH1", "GraniteMoeHybrid", "Bamba", "Zamba", "Zamba2", "Jamba", "Mamba", "FalconMamba", "Mamba2",
-    "Lfm2", "Lfm2Moe", "Lfm3", "Inkling", "Inkling2", "Inkling2Loop", "MiniMax", "Rwkv", "RecurrentGemma", "xLSTM",
+    "Lfm2", "Lfm2Moe", "Lfm3", "Inkling", "Inkling2", "Inkling2Loop", "MiniMax", "Rwkv", "RecurrentGemma",
 )  # fmt: skip
 STEPS, ROWS, PADDING, TOLERANCE = 5, 4, 3, 1e-5
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -37,7 +37,6 @@ CHANGES: dict[str, dict[str, Any]] = {
                             "num_local_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
     "Qwen4ExpTextConfig": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
                            "indexer_compress_ratio": 4},
-    "xLSTMConfig": {"mode": "train"},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "Zamba2Config": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
