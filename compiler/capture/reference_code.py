@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ...ir.errors import CaptureError
 from .guard import replace_functions
 
 CHOOSER = "transformers.integrations.hub_kernels"
@@ -43,6 +44,15 @@ def reference_code() -> Iterator[dict[str, list[str]]]:
     question = "is_torchdynamo_exporting"
     with replace_functions(*([(chooser, question, is_exporting)] if hasattr(chooser, question) else [])):
         yield left_out
+
+
+def require_own_forwards(model: nn.Module) -> None:
+    """Raise `CaptureError` where transformers has put kernels of the Hub in the place of layers' forwards."""
+    if any(getattr(module, "use_kernels", False) is True for module in model.modules()):
+        raise CaptureError(
+            f"{type(model).__name__} was loaded with use_kernels=True: forwards of its layers are kernels of the Hub, "
+            "which no program can hold, and transformers cannot take them out again; load the model without use_kernels"
+        )
 
 
 def reference_note(left_out: dict[str, list[str]]) -> str:

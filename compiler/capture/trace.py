@@ -35,7 +35,7 @@ from .param_changes import changes_of, take_out
 from .prologue.nodes import read_made_inputs
 from .python_state import state_of
 from .recorder import Recorder
-from .reference_code import reference_note
+from .reference_code import reference_note, require_own_forwards
 from .refusals import add_way_out
 from .refuse.repeat import require_repeatable
 from .refuse.saved_writes import require_unchanged
@@ -65,6 +65,7 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
+    require_own_forwards(model)
     hooks, how = hooks_of(model), TraceOptions(**options)
 
     def finish(found: OpGraph) -> OpGraph:

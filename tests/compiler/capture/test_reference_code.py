@@ -69,6 +69,13 @@ def test_borders_that_only_kernels_keep_are_refused_by_name() -> None:
         trace(build(model_class("Lfm2")), packed)
 
 
+def test_kernels_of_the_hub_are_refused_by_name() -> None:
+    model = build(model_class("Lfm2"))
+    model._use_kernels = True  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="Lfm2ForCausalLM was loaded with use_kernels=True: .*without use_kernels"):
+        trace(model, token_batch(TOKENS, "none"))
+
+
 class Layer(nn.Module):
     """A layer of own code, whose `call` reaches a package of kernels."""
 
