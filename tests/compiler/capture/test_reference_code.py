@@ -72,7 +72,7 @@ def test_borders_that_only_kernels_keep_are_refused_by_name() -> None:
 def test_kernels_of_the_hub_are_refused_by_name() -> None:
     model = build(model_class("Lfm2"))
     model._use_kernels = True  # type: ignore[assignment]
-    with pytest.raises(CaptureError, match="Lfm2ForCausalLM was loaded with use_kernels=True: .*without use_kernels"):
+    with pytest.raises(CaptureError, match=r"Lfm2ForCausalLM was loaded with use_kernels=True: .*without use_kernels"):
         trace(model, token_batch(TOKENS, "none"))
 
 
