@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -65,7 +66,8 @@ from .guard import Borrowed, autocast_aliases, replace_functions
 from .prologue.nodes import PrologueNodes
 from .reference_code import reference_code
 from .rows.sizes import ModeSwitch, OtherTrace, settle
-from .values.branches import answer_if_finite, answer_without_error
+from .values.branches import answer_if_finite, answer_of_draw, answer_without_error
+from .values.coordinates import NO_COORDINATES, Coordinates
 from .values.fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .values.known import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
@@ -155,6 +157,7 @@ class Recorder(GraphWriter):
         self.draws: DrawWatch | None = None  # watches the custom function being recorded
         self.batched_nodes: set[fx.Node] = set()  # those of the calls inside of the torch.vmap that runs
         self.prologue = PrologueNodes(self.values, self.lines)
+        self.coordinates = Coordinates()
 
     def lend(self, values: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
         """Let forward read the values of these inputs."""
@@ -242,6 +245,8 @@ class Recorder(GraphWriter):
         options = self.held.options
         found = next(map(answer_without_error, self.lines.frames(1)), None)
         node = self.node_of.get(id(condition))
+        if found is None and node and (answer := answer_of_draw(node)) is not None:
+            return answer
         if found is None and node and torch.float16 not in (options.autocast, options.param_dtype):  # which overflows
             truth = answer_if_finite(node)
             found = None if truth is None else (truth, "a number that is not finite, for which there is no program,")
@@ -277,6 +282,9 @@ class Recorder(GraphWriter):
             self._require_same_gradients(tree_leaves((args, kwargs)))
         if call.kind == "refuse":
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
+        dense = self.coordinates.perform(func, args, kwargs, self._other_call)
+        if dense is not NO_COORDINATES:
+            return dense
         if func is torch.Tensor.__iter__:
             return iter(self.on_function(torch.Tensor.unbind, (args[0], 0), {}))
         if func is torch.Tensor.expand_as:  # which reads the shape of the other alone, not its values
@@ -416,7 +424,7 @@ class Recorder(GraphWriter):
         self.num_calls += 1
         self.modules.append((path, type(module).__name__, self.num_calls))
         try:
-            if path and id(module) in self.held.leaves:
+            if path and id(module) in self.held.leaves and not is_parametrized(module):  # forward may parametrise it
                 step = RecordedCall("call_module", path)
                 self._require_same_gradients(module.parameters())
                 with DisableTorchFunction():

@@ -37,6 +37,7 @@ from .python_state import state_of
 from .recorder import Recorder
 from .reference_code import reference_note, require_own_forwards
 from .refusals import add_way_out
+from .refuse.adapter_kinds import require_trainable_adapters
 from .refuse.repeat import require_repeatable
 from .refuse.saved_writes import require_unchanged
 from .refuse.shared_memory import require_own_memory
@@ -66,6 +67,7 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
     require_own_forwards(model)
+    require_trainable_adapters(model)
     hooks, how = hooks_of(model), TraceOptions(**options)
 
     def finish(found: OpGraph) -> OpGraph:

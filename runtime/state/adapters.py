@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ir.errors import PlanError
 from . import durable
@@ -42,7 +43,8 @@ def save_adapters(
     with durable.saving(directory, sum(t.numel() * t.itemsize for t in values.values())) as temporary:
         if (directory / CARD).is_file():
             shutil.copy2(directory / CARD, temporary / CARD)
-        model.save_pretrained(str(temporary), state_dict=state)
+        with _lend(model, values):
+            model.save_pretrained(str(temporary), state_dict=state)
         durable.take_along(directory, temporary, REPLACED)
     return directory
 
@@ -56,6 +58,9 @@ def names_to_save(saved: ModelPart) -> set[str]:
     chosen: set[int] = set()
     for adapter in model.peft_config:
         chosen |= {id(t) for t in get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter).values()}
+    # Of a prompt PEFT writes what its encoder computes.
+    encoder = model.prompt_encoder if model.active_peft_config.is_prompt_learning else nn.Module()
+    chosen |= {id(tensor) for tensor in (*encoder.parameters(), *encoder.buffers())}
     lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in chosen]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -64,3 +69,20 @@ def names_to_save(saved: ModelPart) -> set[str]:
             "call job.sync(), then torch.save(model.state_dict(), file), or merge the adapter and save the base model"
         )
     return {name for name, tensor in state.items() if id(tensor) in chosen}
+
+
+@contextmanager
+def _lend(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the model hold these values while the body runs: PEFT computes some of what it writes."""
+    before = []
+    try:
+        for name, value in values.items():
+            path, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(path)
+            store: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            before.append((store, leaf, store[leaf]))
+            store[leaf] = nn.Parameter(value, False) if store is owner._parameters else value
+        yield
+    finally:
+        for store, leaf, old in reversed(before):
+            store[leaf] = old

@@ -21,6 +21,8 @@ from ..model_names import aliases_of, meta_twin, named_tensors, ties_of
 from .weights import WeightSource
 from .wrapped import ModelPart
 
+_APART = "leave merge out, and the adapters are written as they are"
+
 
 @dataclass
 class AdaptedLayer:
@@ -52,8 +54,8 @@ class AdaptedLayer:
         try:
             inner = _merge_and_unload(self.module)
             return {name: t.detach() for name, t in _named_tensors(inner, self.plain) if not t.is_meta}
-        except ValueError as error:  # numbers that are not finite
-            raise PlanError(f"save_pretrained(merge=True): {self.plain}: {error}") from error
+        except Exception as error:  # whatever PEFT has for a kind that it does not merge, or for numbers without an end
+            raise PlanError(f"save_pretrained(merge=True): {self.plain}: {error or type(error).__name__}: {_APART}") from error
         finally:
             for store, old_store in zip(stores, before):
                 store.clear()
@@ -82,6 +84,7 @@ class AdapterMerge:
             self.base: Any = other.unload()
         self._untie()
         self._base_names = set(named_tensors(self.base))
+        self._require_merged(model)
         own = {name: self._plain(name) for name in named_tensors(model)}
         self.part = ModelPart(self.base, {name: plain for name, plain in own.items() if plain is not None})
 
@@ -117,6 +120,17 @@ class AdapterMerge:
         plain = name.removeprefix(self._front)
         is_inside = plain != name and self._layer_of(name) is None
         return plain if is_inside and plain in self._base_names else None
+
+    def _require_merged(self, model: Any) -> None:
+        """Raise `PlanError` where merging would lose what is trained, such as a network that mixes adapters."""
+        for name, tensor in named_tensors(model).items():
+            first = self._first.get(name, name)
+            names = self._aliases.get(first, [name])
+            if tensor.requires_grad and not any(self._layer_of(n) or self._plain(n) for n in names):
+                raise PlanError(
+                    f"save_pretrained(merge=True): {name} of the adapters of the kind {kinds_of(model)} is no change "
+                    f"of weights: {_APART}"
+                )
 
     def _untie(self) -> None:
         """Part the weights of the base that are one tensor before merging and are not after it."""
@@ -191,8 +205,12 @@ def _changes(module: Any) -> bool:
 
 def _require_mergeable(model: Any) -> None:
     if not hasattr(model.base_model, "merge_and_unload"):
-        kinds = ", ".join(sorted(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values()))
         raise PlanError(
-            f"save_pretrained(merge=True): adapters of the kind {kinds} are no change of weights, so that there is "
-            "nothing to merge: leave merge out, and they are written as they are"
+            f"save_pretrained(merge=True): adapters of the kind {kinds_of(model)} are no change of weights, so that "
+            f"there is nothing to merge: {_APART}"
         )
+
+
+def kinds_of(model: Any) -> str:
+    """The kinds of the adapters of a PeftModel, as PEFT names them."""
+    return ", ".join(sorted({str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values()}))

@@ -69,6 +69,7 @@ class Repeat(Replay):
         constant = _constants(recorded)
         super().__init__(recorded, {step for step in recorded.steps if step in constant or is_mode_switch(step)})
         self.rows = None  # plain numbers where sizes were followed, since Python can tell these apart by their types
+        self.constant = constant
         for node in constant:
             self.bind(node, node.meta["val"])
 
@@ -83,6 +84,9 @@ class Repeat(Replay):
             if step not in self.unused:
                 return None
         return None
+
+    def _is_kept(self, result: Any, touched: list[tuple[fx.Node, torch.Tensor, int]]) -> bool:
+        return any(result is tensor and node in self.constant for node, tensor, _ in touched)
 
     def _repeats(self, step: fx.Node, args: Any, kwargs: Any) -> bool:
         return same(plain((args, kwargs)), plain((step.args, step.kwargs)))
@@ -114,7 +118,8 @@ def _numbers(*args: Any) -> list[Any]:
 
 
 def _constants(recorded: Recorder) -> set[fx.Node]:
-    """The nodes whose values follow from no input, no tensor of the model and no random draw."""
+    """The nodes whose values follow from no input, no tensor that the model registers and no random draw."""
     nodes = recorded.graph.nodes
-    given = [n for n in nodes if n.op not in ("call_function", "call_method") or n.meta["random"]]
+    computed = [n for n in nodes if n.op in ("call_function", "call_method") and not n.meta["random"]]
+    given = set(nodes).difference(computed, (n for n in nodes if n.op == "get_attr" and n.target in recorded.constants))
     return set(nodes) - Dataflow(nodes).descendants(given)

@@ -3,7 +3,7 @@
 In: the frame that asks for the truth of a tensor, and the node of the tensor. Out: the answer with which forward goes
 on. `if labels.max() >= n: raise` gets False and `assert lengths.all()` True, as after the other answer forward ends in
 an error; `if not torch.isfinite(h).all(): h = h.clamp(...)` the answer for finite numbers, without which nothing is
-trained.
+trained. A draw of `torch.rand` that is compared with a bound outside of its numbers needs no check.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ def answer_if_finite(condition: fx.Node) -> bool | None:
         flips ^= name not in ("all", "any")
         node = node.args[0]  # type: ignore[assignment]
     return _OF_FINITE[name] ^ flips
+
+
+def answer_of_draw(condition: fx.Node) -> bool | None:
+    """The truth of a comparison of what `torch.rand` draws, in [0, 1), with 0 and less or 1 and more, as of layers that
+    are dropped with probability 0; None for another condition. A drawn 0 itself counts as more than 0."""
+    name, operands = function_name(condition.target), condition.args
+    if name not in ("gt", "ge", "lt", "le") or len(operands) != 2:
+        return None
+    draw, bound = operands
+    is_draw = isinstance(draw, fx.Node) and function_name(draw.target) == "rand"
+    if not is_draw or not isinstance(bound, (int, float)) or 0 < bound < 1:
+        return None
+    return (bound <= 0) == (name in ("gt", "ge"))
 
 
 def _is_error(value: object) -> bool:

@@ -1,0 +1,236 @@
+"""One tiny model for each kind of adapter that PEFT has, and for each variant of LoRA: a table over PEFT's registry."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora.config import (
+    BdLoraConfig,
+    CordaConfig,
+    EvaConfig,
+    KasaConfig,
+    LoraGAConfig,
+    MontecloraConfig,
+    VeloraConfig,
+)
+
+from penstock.tests.compiler.job.adapters.adapted_models import IDS, SHAPE, llama, lora, moe
+
+LAYERS = ["q_proj", "v_proj"]
+TASK = {"task_type": "CAUSAL_LM"}
+TOKENS = {**TASK, "num_virtual_tokens": 3}
+
+
+def of(kind: str, *, model: Callable[[], Any] = llama, **options: Any) -> Callable[[Path], Any]:
+    def make(directory: Path) -> Any:
+        given = {"target_modules": LAYERS, **options} if "num_virtual_tokens" not in options else options
+        given = {name: value for name, value in given.items() if value is not ...}
+        config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)](**given)
+        base = model()
+        torch.manual_seed(1)
+        return shaken(peft.get_peft_model(base, config))
+
+    return make
+
+
+def shaken(model: Any) -> Any:
+    """The model with some noise on all that is trained: most kinds begin with a change of nothing, which hides
+    mistakes."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(0.02 * torch.randn_like(param))
+    return model.train()
+
+
+def cpt(directory: Path) -> Any:
+    return of(
+        "CPT", **TASK, target_modules=..., cpt_token_ids=[3, 4, 5, 6], cpt_mask=[1, 1, 1, 1],
+        cpt_tokens_type_mask=[1, 2, 3, 4], opt_weighted_loss_type="decay", opt_loss_decay_factor=0.95,
+    )(directory)  # fmt: skip
+
+
+def eva(directory: Path) -> Any:
+    model = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=4, target_modules=LAYERS, init_lora_weights="eva", eva_config=EvaConfig(rho=1.0))
+    )
+    peft.initialize_lora_eva_weights(model, [{"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}])
+    return shaken(model)
+
+
+def corda(directory: Path) -> Any:
+    from peft.tuners.lora.corda import preprocess_corda
+
+    model = llama()
+    config = peft.LoraConfig(r=4, target_modules=LAYERS, init_lora_weights="corda", corda_config=CordaConfig())
+    preprocess_corda(model, config, run_model=lambda: model(IDS))
+    return shaken(peft.get_peft_model(model, config))
+
+
+def lora_ga(directory: Path) -> Any:
+    from peft.tuners.lora.loraga import preprocess_loraga
+
+    model = llama()
+    config = peft.LoraConfig(r=4, target_modules=LAYERS, init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
+    preprocess_loraga(model, config, lambda: model(input_ids=IDS, labels=IDS).loss.backward())
+    return shaken(peft.get_peft_model(model, config))
+
+
+def experts_written(directory: Path, count: int = 2) -> list[str]:
+    """Adapters of PEFT in files, as those that mix several take them."""
+    found = []
+    for number in range(count):
+        place = directory / f"expert{number}"
+        if not place.is_dir():
+            model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=LAYERS, **TASK))
+            torch.manual_seed(number)
+            with torch.no_grad():
+                for param in model.parameters():
+                    if param.requires_grad:
+                        param.normal_(0, 0.05)
+            model.save_pretrained(place)
+        found.append(str(place))
+    return found
+
+
+def xlora(directory: Path, **options: Any) -> Any:
+    paths = experts_written(directory)
+    config = peft.XLoraConfig(
+        **TASK, hidden_size=32, xlora_depth=1, xlora_dropout_p=0.0, adapters={str(i): p for i, p in enumerate(paths)},
+        **options,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return peft.get_peft_model(llama(), config)
+
+
+def arrow(directory: Path) -> Any:
+    from peft import ArrowConfig, create_arrow_model
+
+    torch.manual_seed(1)
+    return create_arrow_model(llama(), experts_written(directory), ArrowConfig(top_k=1))
+
+
+def mixed(directory: Path) -> Any:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]), mixed=True)
+    model.add_adapter("other", peft.LoHaConfig(r=4, target_modules=["v_proj"]))
+    model.set_adapter(["default", "other"])
+    return shaken(model)
+
+
+ADALORA = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 2, "deltaT": 1, "total_step": 10}
+LORA: dict[str, Callable[[Path], Any]] = {
+    name: of("LORA", **{"r": 4, **options})
+    for name, options in {
+        "lora": {},
+        "rslora": {"use_rslora": True},
+        "dora": {"use_dora": True},
+        "pissa": {"init_lora_weights": "pissa"},
+        "pissa by steps": {"init_lora_weights": "pissa_niter_4"},
+        "olora": {"init_lora_weights": "olora"},
+        "orthogonal": {"init_lora_weights": "orthogonal"},
+        "mica": {"init_lora_weights": "mica"},
+        "loftq": {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
+        "qalora": {"use_qalora": True, "qalora_group_size": 8},
+        "lora bias": {"lora_bias": True, "model": lambda: llama(attention_bias=True)},
+        "biases": {"bias": "all", "model": lambda: llama(attention_bias=True)},
+        "rank pattern": {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+        "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+        "parameters": {"model": lambda: moe("mixtral"), "target_modules": [],
+                       "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        "linear parameters": {"target_modules": [], "target_parameters": ["q_proj.weight", "v_proj.weight"]},
+        "replicated layers": {"layer_replication": [[0, 2], [1, 2]]},
+        "tokens": {"trainable_token_indices": [1, 3, 5]},
+        "tied tokens": {"trainable_token_indices": [1, 3, 5], "model": lambda: llama(tie_word_embeddings=True)},
+        "head": {"modules_to_save": ["lm_head"]},
+        "alora": {"alora_invocation_tokens": [3, 4], **TASK},
+        "velora": {"velora_config": VeloraConfig(num_groups=4)},
+        "monteclora": {"monteclora_config": MontecloraConfig()},
+        "bdlora": {"use_bdlora": BdLoraConfig(target_modules_bd_b=LAYERS, nblocks=2)},
+        "kasa": {"kasa_config": KasaConfig()},
+        "lora dropout": {"lora_dropout": 0.2},
+    }.items()
+}  # fmt: skip
+LORA |= {"eva": eva, "corda": corda, "lora_ga": lora_ga, "arrow": arrow, "mixed": mixed}
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "ADALORA": of("ADALORA", **ADALORA),
+    "ADAMSS": of("ADAMSS", r=8, num_subspaces=2),
+    "ADAPTION_PROMPT": of("ADAPTION_PROMPT", **TASK, target_modules=..., adapter_len=4, adapter_layers=1),
+    "BEFT": of("BEFT", target_modules=["v_proj"]),
+    "BOFT": of("BOFT", boft_block_size=4),
+    "C3A": of("C3A", block_size=8),
+    "CARTRIDGE": of("CARTRIDGE", **TOKENS),
+    "CPT": cpt,
+    "DEFT": of("DEFT", r=4),
+    "DELORA": of("DELORA", r=4),
+    "FOURIERFT": of("FOURIERFT", n_frequency=20),
+    "FROD": of("FROD", progressbar=False),
+    "GLORA": of("GLORA", r=4),
+    "GRALORA": of("GRALORA", r=4),
+    "HIRA": of("HIRA", r=4),
+    "HRA": of("HRA", r=4),
+    "IA3": of("IA3", feedforward_modules=[]),
+    "LILY": of("LILY", r=4),
+    "LN_TUNING": of("LN_TUNING", target_modules=["norm"]),
+    "LOHA": of("LOHA", r=4),
+    "LOKR": of("LOKR", r=4),
+    "LORA": LORA["lora"],
+    "MISS": of("MISS", r=4),
+    "MULTITASK_PROMPT_TUNING": of("MULTITASK_PROMPT_TUNING", **TOKENS, num_tasks=2),
+    "OFT": of("OFT", oft_block_size=8),
+    "OSF": of("OSF", effective_rank=4),
+    "PEANUT": of("PEANUT", r=4),
+    "POLY": of("POLY", r=4, n_tasks=2, n_skills=2),
+    "PREFIX_TUNING": of("PREFIX_TUNING", **TOKENS),
+    "PROMPT_TUNING": of("PROMPT_TUNING", **TOKENS),
+    "PSOFT": of("PSOFT", r=4),
+    "PVERA": of("PVERA", r=4),
+    "P_TUNING": of("P_TUNING", **TOKENS, encoder_hidden_size=16),
+    "RANDLORA": of("RANDLORA", r=4),
+    "ROAD": of("ROAD", group_size=4),
+    "SHADOW": of("SHADOW", **TASK, target_modules=..., r=4, shadow_dropout=0.0),
+    "SHIRA": of("SHIRA", r=2, random_seed=3),
+    "SUPERTUNING": of("SUPERTUNING", sparsity=0.9),
+    "TINYLORA": of("TINYLORA", r=2, u=8),
+    "TRAINABLE_TOKENS": of("TRAINABLE_TOKENS", target_modules=..., token_indices=[1, 3, 5]),
+    "UNILORA": of("UNILORA", r=4, theta_d_length=32),
+    "VBLORA": of("VBLORA", r=4, num_vectors=8, vector_length=8),
+    "VERA": of("VERA", r=4),
+    "WAVEFT": of("WAVEFT", n_frequency=20),
+    "XLORA": xlora,
+}
+VARIANTS: dict[str, Callable[[Path], Any]] = {
+    "oft by cayley": of("OFT", oft_block_size=8, use_cayley_neumann=False),
+    "oft shared": of("OFT", oft_block_size=8, block_share=True),
+    "coft": of("OFT", oft_block_size=8, coft=True),
+    "boft by factors": of("BOFT", boft_block_size=4, boft_n_butterfly_factor=2),
+    "hra gram-schmidt": of("HRA", r=4, apply_GS=True),
+    "ia3 feedforward": of("IA3", target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "lokr decomposed": of("LOKR", r=2, decompose_both=True, decompose_factor=4),
+    "loha dropout": of("LOHA", r=4, rank_dropout=0.2),
+    "loha module dropout": of("LOHA", r=4, module_dropout=0.2),
+    "p-tuning lstm": of("P_TUNING", **TOKENS, encoder_hidden_size=16, encoder_reparameterization_type="LSTM"),
+    "prefix projection": of("PREFIX_TUNING", **TOKENS, prefix_projection=True, encoder_hidden_size=16),
+    "road 4": of("ROAD", group_size=4, variant="road_4"),
+    "miss bat": of("MISS", r=4, init_weights="bat"),
+    "vblora top-k saved": of("VBLORA", r=4, num_vectors=8, vector_length=8, save_only_topk_weights=True),
+    "randlora sparse": of("RANDLORA", r=4, sparse=True),
+    "xlora trained": functools.partial(xlora, use_trainable_adapters=True),
+    "xlora by layers": functools.partial(xlora, layerwise_scalings=True, top_k_lora=1),
+    "adamss asa": of("ADAMSS", r=8, num_subspaces=2, use_asa=True),
+    "gralora hybrid": of("GRALORA", r=4, hybrid_r=2),
+    "deft qr": of("DEFT", r=4, decomposition_method="qr"),
+    "psoft cayley": of("PSOFT", r=4, use_cayley_neumann=True),
+    "lily shared": of("LILY", r=4, stride_A=2),
+    "delora dropout": of("DELORA", r=4, module_dropout=0.2),
+    "shadow dropout": of("SHADOW", **TASK, target_modules=..., r=4, shadow_dropout=0.2),
+}
+ALL = {**KINDS, **LORA, **VARIANTS}
