@@ -2,7 +2,7 @@
 
 A mark is a hook on the model and on every module in it that has children, before its forward and before its state dict
 is read. It holds neither the job nor the model. A copy or a pickle of the model, which takes the old weights as well,
-gets a hook that does nothing.
+gets a hook that does nothing. From the first step to the end of the job, methods that read gradients are refused.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ..ir.errors import StaleModelWarning
+from ..ir.errors import PlanError, StaleModelWarning
 
 LIBRARIES = ("torch", "transformers", "peft", "copy", str(__package__))
+READS_GRADIENTS = ("update_and_allocate",)  # of PEFT: AdaLoRA gives ranks to layers by them
 
 
 @dataclass
@@ -69,6 +71,7 @@ def mark(model: nn.Module) -> Unsynced:
     for module in (m for m in model.modules() if m is model or any(True for _ in m.children())):
         module.register_forward_pre_hook(_ForwardMark(unsynced))
         module.register_state_dict_pre_hook(_StateMark(unsynced))
+    _refuse_gradient_readers(model)
     return unsynced
 
 
@@ -104,6 +107,28 @@ def hide_marks(model: nn.Module) -> Iterator[None]:
 def _marks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
     every = (hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._state_dict_pre_hooks))
     return [(hooks, key) for hooks in every for key, hook in hooks.items() if is_mark(hook)]
+
+
+def _refuse_gradient_readers(model: nn.Module) -> None:
+    for module in model.modules():
+        for name in READS_GRADIENTS:
+            if callable(getattr(type(module), name, None)):
+                module.__dict__[name] = partial(_refuse_gradients, f"{type(module).__name__}.{name}")
+
+
+def allow_gradient_readers(model: nn.Module) -> None:
+    """Give the model back its methods that read gradients."""
+    for module in model.modules():
+        for name in READS_GRADIENTS:
+            module.__dict__.pop(name, None)
+
+
+def _refuse_gradients(method: str, *_: object, **__: object) -> None:
+    raise PlanError(
+        f"{method} reads the gradients of the model, which are on the devices of its job and gone after the update: "
+        "leave the call out, and all adapters are trained in full with the ranks that they began with; or choose the "
+        "ranks before, with rank_pattern of LoRA"
+    )
 
 
 def level_of_user() -> int:

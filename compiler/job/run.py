@@ -47,7 +47,7 @@ from ...runtime.state.weights import (
     weights_to_read,
 )
 from ..folder import Folder
-from ..stale import Unsynced, hide_marks, mark, tell_if_marked, unmark
+from ..stale import Unsynced, allow_gradient_readers, hide_marks, mark, tell_if_marked, unmark
 from .bad_values import nan_text
 from .changes.tensors import OwnTensors, load_state_dict, shorten
 from .feed import Feed
@@ -250,6 +250,7 @@ class JobRun:
         self._closed = True
         if self._stale is not None:
             self._stale.closed = True
+        allow_gradient_readers(self.model)
         if driver is not None:
             driver.close()
         self.broken = ""

@@ -36,8 +36,11 @@ def save_adapters(
             inner = saved.names[name]
             if inner in wanted:
                 values[inner] = tensor.detach().to(own[inner].dtype, copy=True)
-    for inner in wanted:
-        if inner not in values:
+    shared = {id(own[inner]): tensor for inner, tensor in values.items()}  # layers may have one tensor under many names
+    for inner in wanted - values.keys():
+        if id(own[inner]) in shared:
+            values[inner] = shared[id(own[inner])]
+        else:
             values[inner] = own[inner].detach() if source is None else source.read(inner).to(own[inner].dtype)
     state = {name: tensor.detach() for name, tensor in own.items()} | values
     with durable.saving(directory, sum(t.numel() * t.itemsize for t in values.values())) as temporary:
@@ -57,7 +60,13 @@ def names_to_save(saved: ModelPart) -> set[str]:
     state = dict(model.state_dict(keep_vars=True))
     chosen: set[int] = set()
     for adapter in model.peft_config:
-        chosen |= {id(t) for t in get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter).values()}
+        written = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+        chosen |= {id(tensor) for tensor in written.values()}
+        # PEFT computes some of what it writes, under longer names, such as the largest entries of a tensor.
+        for name, tensor in state.items():
+            plain = name.replace(f".{adapter}", "")
+            if tensor.requires_grad and any(key != plain and key.startswith(plain) for key in written):
+                chosen.add(id(tensor))
     # Of a prompt PEFT writes what its encoder computes.
     encoder = model.prompt_encoder if model.active_peft_config.is_prompt_learning else nn.Module()
     chosen |= {id(tensor) for tensor in (*encoder.parameters(), *encoder.buffers())}

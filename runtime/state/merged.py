@@ -54,8 +54,9 @@ class AdaptedLayer:
         try:
             inner = _merge_and_unload(self.module)
             return {name: t.detach() for name, t in _named_tensors(inner, self.plain) if not t.is_meta}
-        except Exception as error:  # whatever PEFT has for a kind that it does not merge, or for numbers without an end
-            raise PlanError(f"save_pretrained(merge=True): {self.plain}: {error or type(error).__name__}: {_APART}") from error
+        except Exception as error:  # a kind that PEFT does not merge, or numbers that are not finite
+            kind = f"{type(self.module).__module__}.{type(self.module).__name__}"
+            raise PlanError(f"save_pretrained(merge=True): {self.plain} ({kind}): {error}: {_APART}") from error
         finally:
             for store, old_store in zip(stores, before):
                 store.clear()

@@ -21,6 +21,7 @@ from ..quantised.model import names_of_bytes
 
 TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
 PEFT = ("peft.peft_model", "PeftModel")
+MIXED = ("peft.mixed_model", "PeftMixedModel")
 MOST_NAMES = 4
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")  # what PEFT puts into names
 
@@ -128,6 +129,12 @@ def _require_own_reader(inner: nn.Module, path: str) -> None:
     """Raise `PlanError` for a library whose files are not known here."""
     if is_a(inner, PEFT) or (is_a(inner, TRANSFORMERS) and not getattr(inner, "_hf_peft_config_loaded", False)):
         return
+    if is_a(inner, MIXED):
+        raise PlanError(
+            "save_pretrained: PEFT writes no files of a PeftMixedModel: call job.sync(), then torch.save("
+            f"{_place(path)}.state_dict(), file), or merge it, {_place(path)}.merge_and_unload().save_pretrained("
+            "directory)"
+        )
     what = "with adapters in it" if is_a(inner, TRANSFORMERS) else "which is not of transformers"
     raise PlanError(
         f"save_pretrained: {type(inner).__name__}, {what}, is written by its own library alone: call job.sync(), then "

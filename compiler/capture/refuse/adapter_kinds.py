@@ -41,6 +41,7 @@ REFUSALS = (
         "LORA", "velora_config", "its projection is made of each batch, of whose norm Python asks",
         'VeloraConfig(init_type="random")', lambda value: value is not None and value.init_type != "random",
     ),
+    Refusal("OFT", "coft", "its forward writes a projection into the weights that it trains", "coft=False"),
     Refusal("OSF", "", "hooks project its gradients by products of matrices", 'LORA with init_lora_weights="mica"'),
 )  # fmt: skip
 
@@ -50,7 +51,7 @@ def require_trainable_adapters(model: nn.Module) -> None:
     for name, config in _configs(model):
         kind = getattr(config.peft_type, "value", config.peft_type)
         for each in REFUSALS:
-            value = getattr(config, each.option) if each.option else True
+            value = getattr(config, each.option, None) if each.option else True
             if kind == each.kind and each.applies(value):
                 what = f"{kind} with {each.option}={value!r}" if each.option else kind
                 raise CaptureError(

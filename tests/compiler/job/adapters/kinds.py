@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from peft.tuners.lora.config import (
     VeloraConfig,
 )
 
-from penstock.tests.compiler.job.adapters.adapted_models import IDS, SHAPE, llama, lora, moe
+from penstock.tests.compiler.job.adapters.adapted_models import IDS, llama, moe
 
 LAYERS = ["q_proj", "v_proj"]
 TASK = {"task_type": "CAUSAL_LM"}
@@ -70,7 +69,7 @@ def corda(directory: Path) -> Any:
 
     model = llama()
     config = peft.LoraConfig(r=4, target_modules=LAYERS, init_lora_weights="corda", corda_config=CordaConfig())
-    preprocess_corda(model, config, run_model=lambda: model(IDS))
+    preprocess_corda(model, config, run_model=lambda: model(IDS[:1]))
     return shaken(peft.get_peft_model(model, config))
 
 
@@ -152,6 +151,7 @@ LORA: dict[str, Callable[[Path], Any]] = {
         "head": {"modules_to_save": ["lm_head"]},
         "alora": {"alora_invocation_tokens": [3, 4], **TASK},
         "velora": {"velora_config": VeloraConfig(num_groups=4)},
+        "velora random": {"velora_config": VeloraConfig(num_groups=4, init_type="random")},
         "monteclora": {"monteclora_config": MontecloraConfig()},
         "bdlora": {"use_bdlora": BdLoraConfig(target_modules_bd_b=LAYERS, nblocks=2)},
         "kasa": {"kasa_config": KasaConfig()},
