@@ -62,6 +62,7 @@ def require_trainable_adapters(model: nn.Module) -> None:
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for module in model.modules():
-        found = vars(module).get("peft_config")
-        if isinstance(found, dict):
-            yield from found.items()
+        for attribute in ("peft_config", "_peft_config"):
+            found = vars(module).get(attribute)
+            if isinstance(found, dict):
+                yield from found.items()

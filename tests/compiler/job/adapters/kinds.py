@@ -1,4 +1,4 @@
-"""One tiny model for each kind of adapter that PEFT has, and for each variant of LoRA: a table over PEFT's registry."""
+"""A tiny model for each kind of adapter that PEFT has, and for variants of them; and what becomes of each."""
 
 from __future__ import annotations
 
@@ -136,7 +136,6 @@ LORA: dict[str, Callable[[Path], Any]] = {
         "olora": {"init_lora_weights": "olora"},
         "orthogonal": {"init_lora_weights": "orthogonal"},
         "mica": {"init_lora_weights": "mica"},
-        "loftq": {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
         "qalora": {"use_qalora": True, "qalora_group_size": 8},
         "lora bias": {"lora_bias": True, "model": lambda: llama(attention_bias=True)},
         "biases": {"bias": "all", "model": lambda: llama(attention_bias=True)},
@@ -188,7 +187,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "OFT": of("OFT", oft_block_size=8),
     "OSF": of("OSF", effective_rank=4),
     "PEANUT": of("PEANUT", r=4),
-    "POLY": of("POLY", r=4, n_tasks=2, n_skills=2),
+    "POLY": of("POLY", **TASK, r=4, n_tasks=2, n_skills=2),
     "PREFIX_TUNING": of("PREFIX_TUNING", **TOKENS),
     "PROMPT_TUNING": of("PROMPT_TUNING", **TOKENS),
     "PSOFT": of("PSOFT", r=4),
@@ -217,6 +216,8 @@ VARIANTS: dict[str, Callable[[Path], Any]] = {
     "lokr decomposed": of("LOKR", r=2, decompose_both=True, decompose_factor=4),
     "loha dropout": of("LOHA", r=4, rank_dropout=0.2),
     "loha module dropout": of("LOHA", r=4, module_dropout=0.2),
+    "lokr module dropout": of("LOKR", r=4, module_dropout=0.2),
+    "boft dropout": of("BOFT", boft_block_size=4, boft_dropout=0.2),
     "p-tuning lstm": of("P_TUNING", **TOKENS, encoder_hidden_size=16, encoder_reparameterization_type="LSTM"),
     "prefix projection": of("PREFIX_TUNING", **TOKENS, prefix_projection=True, encoder_hidden_size=16),
     "road 4": of("ROAD", group_size=4, variant="road_4"),
@@ -234,3 +235,46 @@ VARIANTS: dict[str, Callable[[Path], Any]] = {
     "shadow dropout": of("SHADOW", **TASK, target_modules=..., r=4, shadow_dropout=0.2),
 }
 ALL = {**KINDS, **LORA, **VARIANTS}
+
+REFUSED = {  # before training -> the error
+    "CPT": "kind CPT, .* writes a projection into the weights that it trains. The nearest that is: PROMPT_TUNING",
+    "FROD": "kind FROD, .* reads the sizes of sparse matrices from tensors. The nearest that is: VERA or RANDLORA",
+    "OSF": "kind OSF, .* hooks project its gradients",
+    "coft": "kind OFT with coft=True",
+    "alora": r"kind LORA with alora_invocation_tokens=\[3, 4\]",
+    "arrow": "kind LORA with arrow_config=",
+    "velora": "kind LORA with velora_config=.*VeloraConfig.init_type=.random",
+    "monteclora": "kind LORA with monteclora_config=",
+    "loha module dropout": "kind LOHA with module_dropout=0.2.* module_dropout=0; rank_dropout is trained",
+    "lokr module dropout": "kind LOKR with module_dropout=0.2",
+    "boft dropout": "kind BOFT with boft_dropout=0.2",
+    "adamss asa": "kind ADAMSS with use_asa=True",
+}
+UNMERGED = {  # adapters that are no change of weights, or that PEFT does not merge
+    "ADAPTION_PROMPT", "BEFT", "CARTRIDGE", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING",
+    "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA",
+    "lily shared", "mixed", "p-tuning lstm", "prefix projection", "shadow dropout", "xlora by layers", "xlora trained",
+}  # fmt: skip
+UNWRITTEN = {"mixed"}  # PEFT writes no files of it
+LOADED_OTHERWISE = {  # by PEFT itself, from its own files
+    "corda",  # not without its preprocessing
+    "pissa by steps",  # finds other singular vectors each time
+    "XLORA", "xlora by layers", "xlora trained",
+}  # fmt: skip
+DRAWS = {"PVERA", "delora dropout", "loha dropout", "lora dropout", "shadow dropout"}
+NEEDS = {"ADAMSS": "sklearn", "adamss asa": "sklearn", "WAVEFT": "pywt"}
+BASES: dict[str, Callable[[], Any]] = {
+    "parameters": lambda: moe("mixtral"),
+    "lora bias": lambda: llama(attention_bias=True),
+    "biases": lambda: llama(attention_bias=True),
+    "tied tokens": lambda: llama(tie_word_embeddings=True),
+}
+
+
+def batch_of(name: str) -> dict[str, torch.Tensor]:
+    batch = {"input_ids": IDS, "labels": IDS.clone()}
+    if name in ("POLY", "MULTITASK_PROMPT_TUNING"):
+        batch["task_ids"] = torch.arange(len(IDS)) % 2
+    if name == "CPT":
+        batch["input_type_mask"] = torch.ones_like(IDS)
+    return batch
