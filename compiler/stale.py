@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -64,6 +63,24 @@ class _StateMark(_Mark):
         return type, (slice(None),)  # called with three arguments, it makes a slice that nobody reads
 
 
+@dataclass
+class _GradientReader:
+    """In place of a method of a module. A copy of the module gets the method itself."""
+
+    module: nn.Module
+    name: str
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise PlanError(
+            f"{type(self.module).__name__}.{self.name} reads the gradients of the model, which are on the devices of "
+            "its job and gone after the update: leave the call out, and all adapters are trained in full with the "
+            "ranks that they began with; or choose the ranks before, with rank_pattern of LoRA"
+        )
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, self.name)
+
+
 def mark(model: nn.Module) -> Unsynced:
     """Mark the model as stale. Marks of an earlier job that was closed make room."""
     unmark(model)
@@ -113,7 +130,7 @@ def _refuse_gradient_readers(model: nn.Module) -> None:
     for module in model.modules():
         for name in READS_GRADIENTS:
             if callable(getattr(type(module), name, None)):
-                module.__dict__[name] = partial(_refuse_gradients, f"{type(module).__name__}.{name}")
+                module.__dict__[name] = _GradientReader(module, name)
 
 
 def allow_gradient_readers(model: nn.Module) -> None:
@@ -121,14 +138,6 @@ def allow_gradient_readers(model: nn.Module) -> None:
     for module in model.modules():
         for name in READS_GRADIENTS:
             module.__dict__.pop(name, None)
-
-
-def _refuse_gradients(method: str, *_: object, **__: object) -> None:
-    raise PlanError(
-        f"{method} reads the gradients of the model, which are on the devices of its job and gone after the update: "
-        "leave the call out, and all adapters are trained in full with the ranks that they began with; or choose the "
-        "ranks before, with rank_pattern of LoRA"
-    )
 
 
 def level_of_user() -> int:

@@ -17,7 +17,8 @@ from torch import nn
 
 import penstock
 from penstock.compiler.job.job import Job
-from penstock.errors import StaleModelWarning
+from penstock.compiler.stale import allow_gradient_readers, mark, unmark
+from penstock.errors import PlanError, StaleModelWarning
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 
 
@@ -149,3 +150,25 @@ def test_a_second_job_of_a_stale_model_starts_from_the_old_weights_and_is_told()
         first.step(batch)
         with pytest.warns(StaleModelWarning):
             second.step(batch)
+
+
+class Ranked(nn.Linear):
+    """A layer as those of AdaLoRA, whose ranks follow from gradients."""
+
+    def update_and_allocate(self, step: int) -> int:
+        return step
+
+
+def test_a_method_that_reads_gradients_is_refused_until_the_job_ends() -> None:
+    model = nn.Sequential(Ranked(2, 2))
+    mark(model)
+    with pytest.raises(PlanError, match=r"Ranked.update_and_allocate reads the gradients .* rank_pattern of LoRA"):
+        model[0].update_and_allocate(1)
+    twin, read = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert [other[0].update_and_allocate(3) for other in (twin, read)] == [3, 3]
+    assert twin[0].update_and_allocate.__self__ is twin[0]
+    unmark(model)  # by sync, after which there are no gradients either
+    with pytest.raises(PlanError):
+        model[0].update_and_allocate(1)
+    allow_gradient_readers(model)
+    assert model[0].update_and_allocate(2) == 2

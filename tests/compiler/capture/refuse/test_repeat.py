@@ -153,6 +153,18 @@ def test_a_cache_is_none_of_it() -> None:
     torch.testing.assert_close(graph.module(x)["loss"], model(x))
 
 
+def test_an_unregistered_tensor_that_forward_converts_and_keeps_is_a_cache() -> None:
+    def keeps_places(model: Any, h: Tensor) -> Tensor:
+        model.history[0] = model.history[0].to(h.device).long()
+        return h[model.history[0]].sum()
+
+    model, x = Remembering(keeps_places), torch.randn(3, 4)
+    model.history = [torch.tensor([2, 0], dtype=torch.int32)]
+    graph = trace(model, x)
+    assert model.history[0].dtype == torch.int32
+    torch.testing.assert_close(graph.module(x)["loss"], model(x))
+
+
 @pytest.mark.parametrize(
     ("draw", "names"),
     [(random.random, "Python's random module"), (np.random.rand, "numpy.random"), (np.random.randn, "numpy.random")],

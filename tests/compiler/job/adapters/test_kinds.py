@@ -157,7 +157,7 @@ def test_a_kind_trains_and_is_written_loaded_merged_and_resumed(name: str, tmp_p
         assert_resumes(job, name, tmp_path, devices)
 
 
-@pytest.mark.parametrize("name", ["LOHA", "P_TUNING", "VBLORA"])
+@pytest.mark.parametrize("name", slow_but(["VBLORA"], ["LOHA", "P_TUNING", "VBLORA"]))
 def test_files_before_sync_have_what_was_trained(name: str, tmp_path: Path) -> None:
     """Factors of a layer, what an encoder computes, and a tensor that all layers share."""
     model = make(name, tmp_path)
@@ -167,6 +167,7 @@ def test_files_before_sync_have_what_was_trained(name: str, tmp_path: Path) -> N
         assert_loads(model, name, tmp_path)
 
 
+@pytest.mark.slow  # tests/compiler/test_stale.py has it of a layer alone
 def test_ranks_that_follow_from_gradients_are_refused_while_the_job_runs(tmp_path: Path) -> None:
     model = make("ADALORA", tmp_path)
     with start(model, "ADALORA", 1, 1) as job:
