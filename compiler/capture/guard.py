@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...ir.errors import CaptureError
+from ...runtime.quantised.model import names_of_bytes
 from ...runtime.script_caches import ScriptCaches
 from ...runtime.torch_names import FakeTensorMode
 from .calls import leaf_modules
@@ -83,6 +84,7 @@ class Borrowed:
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)  # id(user's tensor) -> fake
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # dotted name -> fake
     constant_names: ConstantNames = field(init=False)
+    packed: set[str] = field(default_factory=set)  # the names of quantised weights
     leaves: set[int] = field(default_factory=set)  # ids of the modules that stay whole
     alive: list[Any] = field(default_factory=list)  # keeps the objects whose ids are used above
     saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # module -> attributes with fakes
@@ -153,7 +155,7 @@ def borrow(
     Raises CaptureError for lazy parameters and backward hooks, which no capture can represent.
     """
     _refuse(model)
-    held = Borrowed(model, options)
+    held = Borrowed(model, options, packed=names_of_bytes(model))
     held.caches = ScriptCaches([options.loss_fn], model.modules())
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
     configs = _configs(model)

@@ -161,6 +161,12 @@ class GraphWriter:
         path = self.modules[-1][0]
         names = self.held.names[id(fake)]
         name = next((n for n in names if path and n.startswith(f"{path}.")), names[0])
+        if name in self.held.packed and path != name.rpartition(".")[0]:
+            raise CaptureError(
+                f"{self.lines.where()}\n  reads {name}, a quantised weight of which a program has the packed bytes. "
+                "Adapters that call the layer and leave its weight alone, such as LoRA without use_dora, are trained "
+                "on such a base; for the others, load the base without quantisation"
+            )
         if (name, path) not in self.attributes:
             self.attributes[name, path] = self._add_attribute(name, fake)
         return self.attributes[name, path]

@@ -42,7 +42,10 @@ class LoraChoice:
         """Raises `PlanError` for another kind than lora, and for options that it does not have."""
         kind, _, rest = text.partition(":")
         if kind.strip().lower() != "lora":
-            raise PlanError(f"--adapter {text!r}: allowed is lora with options, such as {FORM}")
+            raise PlanError(
+                f"--adapter {text!r}: allowed is lora with options, such as {FORM}; other kinds of PEFT are trained "
+                "from Python, by peft.get_peft_model and penstock.compile"
+            )
         found: dict[str, Any] = {}
         for part in filter(None, (piece.strip() for piece in rest.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))

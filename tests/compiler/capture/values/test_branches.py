@@ -17,9 +17,9 @@ CONDITIONS: dict[str, tuple[Condition, bool]] = {
     "more than 0": (lambda draw: draw > 0.0, True),
     "0 or more": (lambda draw: draw >= 0, True),
     "less than 0": (lambda draw: draw < 0.0, False),
-    "not more than 0": (lambda draw: 0 >= draw, False),
+    "not more than 0": (lambda draw: draw <= 0, False),
     "more than 1": (lambda draw: torch.gt(draw, 1.0), False),
-    "less than 1": (lambda draw: 1.0 > draw, True),
+    "less than 1": (lambda draw: draw < 1.0, True),
 }
 
 

@@ -262,7 +262,7 @@ LOADED_OTHERWISE = {  # by PEFT itself, from its own files
     "XLORA", "xlora by layers", "xlora trained",
 }  # fmt: skip
 DRAWS = {"PVERA", "delora dropout", "loha dropout", "lora dropout", "shadow dropout"}
-NEEDS = {"ADAMSS": "sklearn", "adamss asa": "sklearn", "WAVEFT": "pywt"}
+NEEDS = {"ADAMSS": "sklearn", "adamss asa": "sklearn"}
 BASES: dict[str, Callable[[], Any]] = {
     "parameters": lambda: moe("mixtral"),
     "lora bias": lambda: llama(attention_bias=True),

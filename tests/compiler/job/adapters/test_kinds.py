@@ -102,7 +102,7 @@ def assert_loads(model: Any, name: str, directory: Path) -> None:
 
 def assert_merges(job: Job, model: Any, name: str, directory: Path) -> None:
     if name in UNMERGED:
-        with pytest.raises(PlanError, match="leave merge out|PeftMixedModel"):
+        with pytest.raises(PlanError, match=r"leave merge out|PeftMixedModel"):
             job.save_pretrained(directory / "merged", merge=True)
         assert not (directory / "merged").exists()
         return
@@ -125,6 +125,17 @@ def test_every_kind_of_peft_is_in_the_table() -> None:
     known = {kind.name for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING}
     assert known == KINDS.keys()
     assert {each.kind for each in REFUSALS} <= known
+
+
+def test_the_page_says_what_becomes_of_every_kind() -> None:
+    trained = [kind for kind in sorted(KINDS) if kind not in REFUSED]
+    rows = [
+        f"| trained and merged | {', '.join(kind for kind in trained if kind not in UNMERGED)} |",
+        f"| trained, not merged | {', '.join(kind for kind in trained if kind in UNMERGED)} |",
+        *(f"| {each.kind} | {each.option or 'all'} | {each.why} | {each.instead} |" for each in REFUSALS),
+    ]
+    page = (Path(__file__).resolve().parents[4] / "docs" / "adapters.md").read_text("utf-8").splitlines()
+    assert [row for row in rows if row not in page] == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -172,7 +183,7 @@ def test_ranks_that_follow_from_gradients_are_refused_while_the_job_runs(tmp_pat
     model = make("ADALORA", tmp_path)
     with start(model, "ADALORA", 1, 1) as job:
         job.step(batch_of("ADALORA"))
-        with pytest.raises(PlanError, match="AdaLoraModel.update_and_allocate reads the gradients of the model"):
+        with pytest.raises(PlanError, match=r"AdaLoraModel\.update_and_allocate reads the gradients of the model"):
             model.base_model.update_and_allocate(1)
     model(**batch_of("ADALORA")).loss.backward()
     model.base_model.update_and_allocate(1)

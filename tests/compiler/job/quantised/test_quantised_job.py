@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 import penstock
 from penstock.compiler.job.job import Job
-from penstock.errors import CheckpointError, PlanError
+from penstock.errors import CaptureError, CheckpointError, PlanError
 from penstock.runtime.quantised import libraries
 from penstock.tests.compiler.job.quantised.models import (
     LAYERS,
@@ -352,3 +353,36 @@ def test_weights_that_were_never_packed_are_refused() -> None:
     model = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64), nn.Linear(64, 4))
     with pytest.raises(PlanError, match=r'0\.weight is to be quantised.*model\.to\("cpu"\)'):
         penstock.compile(model, penstock.Hardware.cpu(1), example_inputs={"input": torch.zeros(4, 64)})
+
+
+OTHER_KINDS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"init_r": 4, "target_r": 2, "total_step": 10},
+    "IA3": {"feedforward_modules": ["down_proj"]},
+    "VERA": {"r": 4},
+}
+
+
+def adapt_by(kind: str, model: nn.Module, **options: Any) -> nn.Module:
+    torch.manual_seed(1)
+    config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)](**options)
+    return peft.get_peft_model(model, config).train()  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_of_adapters_train_as_in_eager(kind: str, whole: Path) -> None:
+    targets = ["q_proj", "v_proj", *(["down_proj"] if kind == "IA3" else [])]
+    own, theirs = (
+        adapt_by(kind, load_model(whole, "nf4"), target_modules=targets, **OTHER_KINDS[kind]) for _ in range(2)
+    )
+    with compile_job(own) as job:
+        assert [float(job.step(batch(step))) for step in range(STEPS)] == eager_losses(theirs)
+        job.sync()
+    require_equal(own, theirs)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_an_adapter_that_reads_the_quantised_weight_is_refused(kind: str, whole: Path) -> None:
+    model = adapt_by("LORA", load_model(whole, kind), r=4, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(CaptureError, match=r"q_proj.base_layer.weight, a quantised weight .* LoRA without use_dora"):
+        compile_job(model)
