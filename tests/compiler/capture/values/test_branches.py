@@ -1,4 +1,4 @@
-"""Branches on draws: taken where the bound lies outside of what is drawn, as of layers dropped with probability 0."""
+"""Branches on draws against a bound that no draw crosses, as of layers that are dropped with probability 0."""
 
 from __future__ import annotations
 

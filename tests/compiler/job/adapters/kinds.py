@@ -26,21 +26,20 @@ TASK = {"task_type": "CAUSAL_LM"}
 TOKENS = {**TASK, "num_virtual_tokens": 3}
 
 
-def of(kind: str, *, model: Callable[[], Any] = llama, **options: Any) -> Callable[[Path], Any]:
+def adapter(kind: str, *, model: Callable[[], Any] = llama, **options: Any) -> Callable[[Path], Any]:
     def make(directory: Path) -> Any:
         given = {"target_modules": LAYERS, **options} if "num_virtual_tokens" not in options else options
         given = {name: value for name, value in given.items() if value is not ...}
         config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)](**given)
         base = model()
         torch.manual_seed(1)
-        return shaken(peft.get_peft_model(base, config))
+        return shake(peft.get_peft_model(base, config))
 
     return make
 
 
-def shaken(model: Any) -> Any:
-    """The model with some noise on all that is trained: most kinds begin with a change of nothing, which hides
-    mistakes."""
+def shake(model: Any) -> Any:
+    """Add noise to all that is trained: most kinds begin with a change of nothing, which hides mistakes."""
     torch.manual_seed(2)
     with torch.no_grad():
         for param in model.parameters():
@@ -50,7 +49,7 @@ def shaken(model: Any) -> Any:
 
 
 def cpt(directory: Path) -> Any:
-    return of(
+    return adapter(
         "CPT", **TASK, target_modules=..., cpt_token_ids=[3, 4, 5, 6], cpt_mask=[1, 1, 1, 1],
         cpt_tokens_type_mask=[1, 2, 3, 4], opt_weighted_loss_type="decay", opt_loss_decay_factor=0.95,
     )(directory)  # fmt: skip
@@ -61,7 +60,7 @@ def eva(directory: Path) -> Any:
         llama(), peft.LoraConfig(r=4, target_modules=LAYERS, init_lora_weights="eva", eva_config=EvaConfig(rho=1.0))
     )
     peft.initialize_lora_eva_weights(model, [{"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}])
-    return shaken(model)
+    return shake(model)
 
 
 def corda(directory: Path) -> Any:
@@ -70,7 +69,7 @@ def corda(directory: Path) -> Any:
     model = llama()
     config = peft.LoraConfig(r=4, target_modules=LAYERS, init_lora_weights="corda", corda_config=CordaConfig())
     preprocess_corda(model, config, run_model=lambda: model(IDS[:1]))
-    return shaken(peft.get_peft_model(model, config))
+    return shake(peft.get_peft_model(model, config))
 
 
 def lora_ga(directory: Path) -> Any:
@@ -79,11 +78,11 @@ def lora_ga(directory: Path) -> Any:
     model = llama()
     config = peft.LoraConfig(r=4, target_modules=LAYERS, init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
     preprocess_loraga(model, config, lambda: model(input_ids=IDS, labels=IDS).loss.backward())
-    return shaken(peft.get_peft_model(model, config))
+    return shake(peft.get_peft_model(model, config))
 
 
-def experts_written(directory: Path, count: int = 2) -> list[str]:
-    """Adapters of PEFT in files, as those that mix several take them."""
+def write_experts(directory: Path, count: int = 2) -> list[str]:
+    """Write adapters for the kinds that mix several of them."""
     found = []
     for number in range(count):
         place = directory / f"expert{number}"
@@ -100,7 +99,7 @@ def experts_written(directory: Path, count: int = 2) -> list[str]:
 
 
 def xlora(directory: Path, **options: Any) -> Any:
-    paths = experts_written(directory)
+    paths = write_experts(directory)
     config = peft.XLoraConfig(
         **TASK, hidden_size=32, xlora_depth=1, xlora_dropout_p=0.0, adapters={str(i): p for i, p in enumerate(paths)},
         **options,
@@ -113,20 +112,20 @@ def arrow(directory: Path) -> Any:
     from peft import ArrowConfig, create_arrow_model
 
     torch.manual_seed(1)
-    return create_arrow_model(llama(), experts_written(directory), ArrowConfig(top_k=1))
+    return create_arrow_model(llama(), write_experts(directory), ArrowConfig(top_k=1))
 
 
-def mixed(directory: Path) -> Any:
+def mix_adapters(directory: Path) -> Any:
     torch.manual_seed(1)
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]), mixed=True)
     model.add_adapter("other", peft.LoHaConfig(r=4, target_modules=["v_proj"]))
     model.set_adapter(["default", "other"])
-    return shaken(model)
+    return shake(model)
 
 
 ADALORA = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 2, "deltaT": 1, "total_step": 10}
 LORA: dict[str, Callable[[Path], Any]] = {
-    name: of("LORA", **{"r": 4, **options})
+    name: adapter("LORA", **{"r": 4, **options})
     for name, options in {
         "lora": {},
         "rslora": {"use_rslora": True},
@@ -157,82 +156,82 @@ LORA: dict[str, Callable[[Path], Any]] = {
         "lora dropout": {"lora_dropout": 0.2},
     }.items()
 }  # fmt: skip
-LORA |= {"eva": eva, "corda": corda, "lora_ga": lora_ga, "arrow": arrow, "mixed": mixed}
+LORA |= {"eva": eva, "corda": corda, "lora_ga": lora_ga, "arrow": arrow, "mixed": mix_adapters}
 
 KINDS: dict[str, Callable[[Path], Any]] = {
-    "ADALORA": of("ADALORA", **ADALORA),
-    "ADAMSS": of("ADAMSS", r=8, num_subspaces=2),
-    "ADAPTION_PROMPT": of("ADAPTION_PROMPT", **TASK, target_modules=..., adapter_len=4, adapter_layers=1),
-    "BEFT": of("BEFT", target_modules=["v_proj"]),
-    "BOFT": of("BOFT", boft_block_size=4),
-    "C3A": of("C3A", block_size=8),
-    "CARTRIDGE": of("CARTRIDGE", **TOKENS),
+    "ADALORA": adapter("ADALORA", **ADALORA),
+    "ADAMSS": adapter("ADAMSS", r=8, num_subspaces=2),
+    "ADAPTION_PROMPT": adapter("ADAPTION_PROMPT", **TASK, target_modules=..., adapter_len=4, adapter_layers=1),
+    "BEFT": adapter("BEFT", target_modules=["v_proj"]),
+    "BOFT": adapter("BOFT", boft_block_size=4),
+    "C3A": adapter("C3A", block_size=8),
+    "CARTRIDGE": adapter("CARTRIDGE", **TOKENS),
     "CPT": cpt,
-    "DEFT": of("DEFT", r=4),
-    "DELORA": of("DELORA", r=4),
-    "FOURIERFT": of("FOURIERFT", n_frequency=20),
-    "FROD": of("FROD", progressbar=False),
-    "GLORA": of("GLORA", r=4),
-    "GRALORA": of("GRALORA", r=4),
-    "HIRA": of("HIRA", r=4),
-    "HRA": of("HRA", r=4),
-    "IA3": of("IA3", feedforward_modules=[]),
-    "LILY": of("LILY", r=4),
-    "LN_TUNING": of("LN_TUNING", target_modules=["norm"]),
-    "LOHA": of("LOHA", r=4),
-    "LOKR": of("LOKR", r=4),
+    "DEFT": adapter("DEFT", r=4),
+    "DELORA": adapter("DELORA", r=4),
+    "FOURIERFT": adapter("FOURIERFT", n_frequency=20),
+    "FROD": adapter("FROD", progressbar=False),
+    "GLORA": adapter("GLORA", r=4),
+    "GRALORA": adapter("GRALORA", r=4),
+    "HIRA": adapter("HIRA", r=4),
+    "HRA": adapter("HRA", r=4),
+    "IA3": adapter("IA3", feedforward_modules=[]),
+    "LILY": adapter("LILY", r=4),
+    "LN_TUNING": adapter("LN_TUNING", target_modules=["norm"]),
+    "LOHA": adapter("LOHA", r=4),
+    "LOKR": adapter("LOKR", r=4),
     "LORA": LORA["lora"],
-    "MISS": of("MISS", r=4),
-    "MULTITASK_PROMPT_TUNING": of("MULTITASK_PROMPT_TUNING", **TOKENS, num_tasks=2),
-    "OFT": of("OFT", oft_block_size=8),
-    "OSF": of("OSF", effective_rank=4),
-    "PEANUT": of("PEANUT", r=4),
-    "POLY": of("POLY", **TASK, r=4, n_tasks=2, n_skills=2),
-    "PREFIX_TUNING": of("PREFIX_TUNING", **TOKENS),
-    "PROMPT_TUNING": of("PROMPT_TUNING", **TOKENS),
-    "PSOFT": of("PSOFT", r=4),
-    "PVERA": of("PVERA", r=4),
-    "P_TUNING": of("P_TUNING", **TOKENS, encoder_hidden_size=16),
-    "RANDLORA": of("RANDLORA", r=4),
-    "ROAD": of("ROAD", group_size=4),
-    "SHADOW": of("SHADOW", **TASK, target_modules=..., r=4, shadow_dropout=0.0),
-    "SHIRA": of("SHIRA", r=2, random_seed=3),
-    "SUPERTUNING": of("SUPERTUNING", sparsity=0.9),
-    "TINYLORA": of("TINYLORA", r=2, u=8),
-    "TRAINABLE_TOKENS": of("TRAINABLE_TOKENS", target_modules=..., token_indices=[1, 3, 5]),
-    "UNILORA": of("UNILORA", r=4, theta_d_length=32),
-    "VBLORA": of("VBLORA", r=4, num_vectors=8, vector_length=8),
-    "VERA": of("VERA", r=4),
-    "WAVEFT": of("WAVEFT", n_frequency=20),
+    "MISS": adapter("MISS", r=4),
+    "MULTITASK_PROMPT_TUNING": adapter("MULTITASK_PROMPT_TUNING", **TOKENS, num_tasks=2),
+    "OFT": adapter("OFT", oft_block_size=8),
+    "OSF": adapter("OSF", effective_rank=4),
+    "PEANUT": adapter("PEANUT", r=4),
+    "POLY": adapter("POLY", **TASK, r=4, n_tasks=2, n_skills=2),
+    "PREFIX_TUNING": adapter("PREFIX_TUNING", **TOKENS),
+    "PROMPT_TUNING": adapter("PROMPT_TUNING", **TOKENS),
+    "PSOFT": adapter("PSOFT", r=4),
+    "PVERA": adapter("PVERA", r=4),
+    "P_TUNING": adapter("P_TUNING", **TOKENS, encoder_hidden_size=16),
+    "RANDLORA": adapter("RANDLORA", r=4),
+    "ROAD": adapter("ROAD", group_size=4),
+    "SHADOW": adapter("SHADOW", **TASK, target_modules=..., r=4, shadow_dropout=0.0),
+    "SHIRA": adapter("SHIRA", r=2, random_seed=3),
+    "SUPERTUNING": adapter("SUPERTUNING", sparsity=0.9),
+    "TINYLORA": adapter("TINYLORA", r=2, u=8),
+    "TRAINABLE_TOKENS": adapter("TRAINABLE_TOKENS", target_modules=..., token_indices=[1, 3, 5]),
+    "UNILORA": adapter("UNILORA", r=4, theta_d_length=32),
+    "VBLORA": adapter("VBLORA", r=4, num_vectors=8, vector_length=8),
+    "VERA": adapter("VERA", r=4),
+    "WAVEFT": adapter("WAVEFT", n_frequency=20),
     "XLORA": xlora,
 }
 VARIANTS: dict[str, Callable[[Path], Any]] = {
-    "oft by cayley": of("OFT", oft_block_size=8, use_cayley_neumann=False),
-    "oft shared": of("OFT", oft_block_size=8, block_share=True),
-    "coft": of("OFT", oft_block_size=8, coft=True),
-    "boft by factors": of("BOFT", boft_block_size=4, boft_n_butterfly_factor=2),
-    "hra gram-schmidt": of("HRA", r=4, apply_GS=True),
-    "ia3 feedforward": of("IA3", target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "lokr decomposed": of("LOKR", r=2, decompose_both=True, decompose_factor=4),
-    "loha dropout": of("LOHA", r=4, rank_dropout=0.2),
-    "loha module dropout": of("LOHA", r=4, module_dropout=0.2),
-    "lokr module dropout": of("LOKR", r=4, module_dropout=0.2),
-    "boft dropout": of("BOFT", boft_block_size=4, boft_dropout=0.2),
-    "p-tuning lstm": of("P_TUNING", **TOKENS, encoder_hidden_size=16, encoder_reparameterization_type="LSTM"),
-    "prefix projection": of("PREFIX_TUNING", **TOKENS, prefix_projection=True, encoder_hidden_size=16),
-    "road 4": of("ROAD", group_size=4, variant="road_4"),
-    "miss bat": of("MISS", r=4, init_weights="bat"),
-    "vblora top-k saved": of("VBLORA", r=4, num_vectors=8, vector_length=8, save_only_topk_weights=True),
-    "randlora sparse": of("RANDLORA", r=4, sparse=True),
+    "oft by cayley": adapter("OFT", oft_block_size=8, use_cayley_neumann=False),
+    "oft shared": adapter("OFT", oft_block_size=8, block_share=True),
+    "coft": adapter("OFT", oft_block_size=8, coft=True),
+    "boft by factors": adapter("BOFT", boft_block_size=4, boft_n_butterfly_factor=2),
+    "hra gram-schmidt": adapter("HRA", r=4, apply_GS=True),
+    "ia3 feedforward": adapter("IA3", target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "lokr decomposed": adapter("LOKR", r=2, decompose_both=True, decompose_factor=4),
+    "loha dropout": adapter("LOHA", r=4, rank_dropout=0.2),
+    "loha module dropout": adapter("LOHA", r=4, module_dropout=0.2),
+    "lokr module dropout": adapter("LOKR", r=4, module_dropout=0.2),
+    "boft dropout": adapter("BOFT", boft_block_size=4, boft_dropout=0.2),
+    "p-tuning lstm": adapter("P_TUNING", **TOKENS, encoder_hidden_size=16, encoder_reparameterization_type="LSTM"),
+    "prefix projection": adapter("PREFIX_TUNING", **TOKENS, prefix_projection=True, encoder_hidden_size=16),
+    "road 4": adapter("ROAD", group_size=4, variant="road_4"),
+    "miss bat": adapter("MISS", r=4, init_weights="bat"),
+    "vblora top-k saved": adapter("VBLORA", r=4, num_vectors=8, vector_length=8, save_only_topk_weights=True),
+    "randlora sparse": adapter("RANDLORA", r=4, sparse=True),
     "xlora trained": functools.partial(xlora, use_trainable_adapters=True),
     "xlora by layers": functools.partial(xlora, layerwise_scalings=True, top_k_lora=1),
-    "adamss asa": of("ADAMSS", r=8, num_subspaces=2, use_asa=True),
-    "gralora hybrid": of("GRALORA", r=4, hybrid_r=2),
-    "deft qr": of("DEFT", r=4, decomposition_method="qr"),
-    "psoft cayley": of("PSOFT", r=4, use_cayley_neumann=True),
-    "lily shared": of("LILY", r=4, stride_A=2),
-    "delora dropout": of("DELORA", r=4, module_dropout=0.2),
-    "shadow dropout": of("SHADOW", **TASK, target_modules=..., r=4, shadow_dropout=0.2),
+    "adamss asa": adapter("ADAMSS", r=8, num_subspaces=2, use_asa=True),
+    "gralora hybrid": adapter("GRALORA", r=4, hybrid_r=2),
+    "deft qr": adapter("DEFT", r=4, decomposition_method="qr"),
+    "psoft cayley": adapter("PSOFT", r=4, use_cayley_neumann=True),
+    "lily shared": adapter("LILY", r=4, stride_A=2),
+    "delora dropout": adapter("DELORA", r=4, module_dropout=0.2),
+    "shadow dropout": adapter("SHADOW", **TASK, target_modules=..., r=4, shadow_dropout=0.2),
 }
 ALL = {**KINDS, **LORA, **VARIANTS}
 
@@ -245,7 +244,7 @@ REFUSED = {  # before training -> the error
     "arrow": "kind LORA with arrow_config=",
     "velora": "kind LORA with velora_config=.*VeloraConfig.init_type=.random",
     "monteclora": "kind LORA with monteclora_config=",
-    "loha module dropout": "kind LOHA with module_dropout=0.2.* module_dropout=0; rank_dropout is trained",
+    "loha module dropout": "kind LOHA with module_dropout=0.2.* module_dropout=0, or rank_dropout",
     "lokr module dropout": "kind LOKR with module_dropout=0.2",
     "boft dropout": "kind BOFT with boft_dropout=0.2",
     "adamss asa": "kind ADAMSS with use_asa=True",
@@ -258,6 +257,7 @@ UNMERGED = {  # adapters that are no change of weights, or that PEFT does not me
 UNWRITTEN = {"mixed"}  # PEFT writes no files of it
 LOADED_OTHERWISE = {  # by PEFT itself, from its own files
     "corda",  # not without its preprocessing
+    "lora_ga",  # without the change that it makes to the base
     "pissa by steps",  # finds other singular vectors each time
     "XLORA", "xlora by layers", "xlora trained",
 }  # fmt: skip
