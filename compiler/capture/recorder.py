@@ -240,13 +240,14 @@ class Recorder(GraphWriter):
         assert_async(condition.all() if condition.dim() else condition, text)
 
     def _answer_of_check(self, condition: torch.Tensor) -> bool | None:
-        """The truth of a tensor for which the program is recorded, with a check of it. None where forward may go on
-        either way."""
+        """The truth of a tensor for which the program is recorded, with a check of it unless it is sure. None where
+        forward may go on either way."""
         options = self.held.options
-        found = next(map(answer_without_error, self.lines.frames(1)), None)
         node = self.node_of.get(id(condition))
-        if found is None and node and (answer := answer_of_draw(node)) is not None:
-            return answer
+        drawn = answer_of_draw(node) if node else None
+        if drawn is not None:
+            return drawn
+        found = next(map(answer_without_error, self.lines.frames(1)), None)
         if found is None and node and torch.float16 not in (options.autocast, options.param_dtype):  # which overflows
             truth = answer_if_finite(node)
             found = None if truth is None else (truth, "a number that is not finite, for which there is no program,")

@@ -34,9 +34,7 @@ class Coordinates:
             return args[0]
         return call(Tensor.size, self._indices[id(args[0])][0], 1) if func is Tensor._nnz else NO_COORDINATES
 
-    def _make(
-        self, indices: Any, values: Any, size: Any = None, *, call: Caller, dtype: Any = None, **_: Any
-    ) -> Any:  # fmt: skip
+    def _make(self, indices: Any, values: Any, size: Any = None, *, call: Caller, dtype: Any = None, **_: Any) -> Any:
         if size is None or not isinstance(indices, Tensor) or not isinstance(values, Tensor):
             return NO_COORDINATES
         values = values if dtype is None else call(Tensor.to, values, dtype)

@@ -1,4 +1,4 @@
-"""The nodes that calls of a model become: those that take memory as it is take zeros."""
+"""The nodes that calls of a model become: memory as it is becomes zeros, and parametrised layers are traced through."""
 
 from __future__ import annotations
 
@@ -46,3 +46,24 @@ def test_types_of_python_are_those_that_torch_reads() -> None:
     graph = trace(Typed(), {"x": {"shape": [3, 4], "dtype": "float32"}})
     made = graph.module(*batch.values())["loss"]
     assert made.dtype == torch.float64 and torch.equal(made, Typed()(**batch))
+
+
+def test_layers_that_forward_parametrises_are_traced_through() -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            nn.utils.parametrize.register_parametrization(self.layer, "weight", Doubled())
+            try:
+                return self.layer(x).sum()
+            finally:
+                nn.utils.parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
+
+    model, x = Model(), torch.randn(3, 4)
+    torch.testing.assert_close(trace(model, x).module(x)["loss"], model(x))

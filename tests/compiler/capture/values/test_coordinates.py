@@ -42,24 +42,3 @@ def test_loss_and_gradients_are_those_of_the_sparse_tensor(name: str) -> None:
     (gradient,) = torch.autograd.grad(found, model.values)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, wanted)
-
-
-def test_layers_that_forward_parametrises_are_traced_through() -> None:
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight * 2
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            nn.utils.parametrize.register_parametrization(self.layer, "weight", Doubled())
-            try:
-                return self.layer(x).sum()
-            finally:
-                nn.utils.parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
-
-    model, x = Model(), torch.randn(3, 4)
-    torch.testing.assert_close(trace(model, x).module(x)["loss"], model(x))
