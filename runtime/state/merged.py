@@ -56,7 +56,8 @@ class AdaptedLayer:
             return {name: t.detach() for name, t in _named_tensors(inner, self.plain) if not t.is_meta}
         except Exception as error:  # a kind that PEFT does not merge, or numbers that are not finite
             kind = f"{type(self.module).__module__}.{type(self.module).__name__}"
-            raise PlanError(f"save_pretrained(merge=True): {self.plain} ({kind}): {error}: {_APART}") from error
+            text = f"save_pretrained(merge=True): {self.plain}: {str(error).rstrip('.')} ({kind}): {_APART}"
+            raise PlanError(text) from error
         finally:
             for store, old_store in zip(stores, before):
                 store.clear()
