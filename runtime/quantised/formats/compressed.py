@@ -1,0 +1,141 @@
+"""Weights of compressed-tensors with scales for a tensor, a row, a group of columns or a block: integers of 4 and 8
+bits that 32 bits hold ("pack-quantized"), and int8 or float8_e4m3fn as they are ("int-quantized", "float-quantized").
+
+The library computes `(weight - zero point) * scale` in the type of the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .record import (
+    Format,
+    Options,
+    Shape,
+    Tensors,
+    Types,
+    group_size,
+    nibbles,
+    number_of_groups,
+    of_blocks,
+    over_columns,
+    require,
+)
+
+UNNEEDED = ("weight_shape", "input_scale", "input_zero_point", "weight_zero_point")
+
+
+def _read_options(config: Mapping[str, Any], strategies: tuple[str, ...]) -> dict[str, Any]:
+    strategy = require(config, "strategy", strategies)
+    found = {"strategy": strategy, "symmetric": bool(config.get("symmetric", True))}
+    if strategy == "group":
+        found["group_size"] = group_size(config)
+    if strategy == "block":
+        found["block"] = [int(size) for size in config["block_structure"]]
+    return found
+
+
+def _packed_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    require(config, "type", ("int",), "int")
+    require(config, "actorder", (None, False, "static", "weight"))  # others have an index beside
+    return {"bits": require(config, "num_bits", (4, 8)), **_read_options(config, ("group", "channel"))}
+
+
+def _plain_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    require(config, "num_bits", (8,))
+    kind = require(config, "type", ("int", "float"), "int")
+    return {"kind": kind, **_read_options(config, ("tensor", "channel", "group", "block"))}
+
+
+def _shape_of_scales(shape: Shape, options: Options) -> Shape:
+    rows, columns = shape
+    return {
+        "tensor": lambda: (1,),
+        "channel": lambda: (rows, 1),
+        "group": lambda: (rows, number_of_groups(columns, options["group_size"])),
+        "block": lambda: tuple(-(-size // each) for size, each in zip(shape, options["block"])),
+    }[options["strategy"]]()
+
+
+def _packed_types(shape: Shape, options: Options) -> Types:
+    (rows, columns), bits, scales = shape, options["bits"], _shape_of_scales(shape, options)
+    found: Types = {
+        "weight_packed": ((rows, -(-columns * bits // 32)), torch.int32),
+        "weight_scale": (scales, options.get("scale", torch.bfloat16)),
+    }
+    if not options["symmetric"]:
+        found["weight_zero_point"] = ((-(-rows * bits // 32), scales[1]), torch.int32)
+    return found
+
+
+def _plain_types(shape: Shape, options: Options) -> Types:
+    dtype, scales = _dtype(options), _shape_of_scales(shape, options)
+    found: Types = {"weight": (shape, dtype), "weight_scale": (scales, options.get("scale", torch.bfloat16))}
+    if not options["symmetric"]:
+        found["weight_zero_point"] = (scales, dtype)
+    return found
+
+
+def _packed_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
+    bits, scales = options["bits"], parts["weight_scale"][rows]
+    weight = _numbers(parts["weight_packed"][rows], bits)[:, : shape[1]].to(scales.dtype)
+    if "weight_zero_point" in parts:
+        zeros = _numbers(parts["weight_zero_point"].t(), bits)[:, rows].t()
+        return (weight - over_columns(zeros.to(scales.dtype), shape[1])) * over_columns(scales, shape[1])
+    return weight * over_columns(scales, shape[1])
+
+
+def _plain_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
+    scales = _of_rows(parts["weight_scale"], rows, shape, options)
+    weight = parts["weight"][rows].to(scales.dtype)
+    if "weight_zero_point" in parts:
+        weight = weight - _of_rows(parts["weight_zero_point"].to(scales.dtype), rows, shape, options)
+    return weight * scales
+
+
+def _of_rows(scales: Tensor, rows: slice, shape: Shape, options: Options) -> Tensor:
+    """Scales, or zero points, of these rows, that multiply their columns."""
+    if options["strategy"] == "tensor":
+        return scales.reshape(1, 1)
+    if options["strategy"] == "block":
+        return of_blocks(scales, rows, shape[1], options["block"])
+    return over_columns(scales[rows], shape[1])
+
+
+def _numbers(words: Tensor, bits: int) -> Tensor:
+    """Signed: files have them plus half of their range."""
+    small = nibbles(words) if bits == 4 else words.contiguous().view(torch.uint8)
+    return small.to(torch.int16) - 2 ** (bits - 1)
+
+
+def _dtype(options: Options) -> torch.dtype:
+    return torch.int8 if options["kind"] == "int" else torch.float8_e4m3fn
+
+
+def _row_step(options: Options) -> int:
+    return int(options.get("block", [1])[0])
+
+
+INT_PACKED = Format(
+    "int-packed",
+    ("compressed-tensors/pack-quantized",),
+    _packed_options,
+    _packed_types,
+    _packed_unpack,
+    scale="weight_scale",
+    unneeded=UNNEEDED,
+)
+SCALED = Format(
+    "scaled",
+    tuple(f"compressed-tensors/{name}-quantized" for name in ("int", "float", "naive")),
+    _plain_options,
+    _plain_types,
+    _plain_unpack,
+    scale="weight_scale",
+    row_step=_row_step,
+    unneeded=UNNEEDED,
+)
