@@ -18,10 +18,9 @@ from ..runtime.device.file import ProgramFile, open_directory, read_directory
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.torchrun import TorchrunDriver
-from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import TRUSTED, Trust
 from ..runtime.stage.split_backward import require_halves
-from ..runtime.state.weights import settle_quantised
+from ..runtime.state.weights import with_bytes_of
 from .check.release import check_release
 from .folder import COUNTS_FILE, Folder
 from .job.counts import open_counts
@@ -48,9 +47,7 @@ def load(
     """
     check_release(torch.__version__)
     folder, files = _read(directory)
-    model = with_bytes(model)
-    if folder.settings.weights is not None:
-        settle_quantised(model, folder.settings.weights)
+    model = with_bytes_of(model, folder.settings.weights)
     _check_model(model, folder)
     if folder.settings.reads:
         raise PlanError(

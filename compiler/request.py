@@ -24,8 +24,7 @@ from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
 from ..runtime.optimizer.tiles import steps_in_tiles
 from ..runtime.processes.joint_hardware import detect
 from ..runtime.processes.torchrun import TorchrunDriver
-from ..runtime.quantised.model import with_bytes
-from ..runtime.state.weights import settle_quantised
+from ..runtime.state.weights import with_bytes_of
 from .arguments import (
     check_agrees,
     check_arguments,
@@ -188,9 +187,7 @@ class Request:
     def settle(self) -> Request:
         """The same request with the wishes that a given plan has decided. Raises `PlanError`, `HardwareError`."""
         check_model(self.model)
-        model = with_bytes(self.model)
-        if self.weights is not None:
-            settle_quantised(model, self.weights)
+        model = with_bytes_of(self.model, self.weights)
         check_arguments(model, self.max_grad_norm, self.strategy, self.seed)
         check_types(self.precision, self.gradient_dtype, self.boundary_dtype)
         warn_of_mode(model)

@@ -73,7 +73,8 @@ class LoraLinear(nn.Module):
         if isinstance(self.base_layer, Linear4bitBytes):
             result = result.clone()
         result_dtype = result.dtype
-        is_quantised, scaling = isinstance(self.base_layer, QuantisedLinear), self.scaling
+        is_quantised = isinstance(self.base_layer, QuantisedLinear) and self.base_layer.has_own_adapters
+        scaling = self.scaling
         if not (is_quantised and torch.is_autocast_enabled()) and x.dtype != lora_A.weight.dtype:
             x = x.to(dtype=lora_A.weight.dtype)
         if not is_quantised:

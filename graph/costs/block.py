@@ -32,6 +32,7 @@ from ...runtime.functions import (
     linear_4bit,
     linear_8bit,
     linear_float8,
+    linear_packed,
     part_statistics,
     with_gradients,
 )
@@ -60,7 +61,7 @@ from ..operators.table import kernel_rows, workspace_bytes
 from ..opgraph import OpGraph
 
 IN_PIECES = (chunked_cross_entropy, part_statistics)
-UNPACKING = (linear_4bit, linear_8bit)  # their forward can leave backward the weight that it unpacks
+UNPACKING = (linear_4bit, linear_8bit, linear_packed)  # their forward can leave backward the weight that it unpacks
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
 
 

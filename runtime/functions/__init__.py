@@ -31,6 +31,7 @@ from ..experts.split_experts import (
 )
 from ..quantised.linear_4bit import linear_4bit
 from ..quantised.linear_8bit import linear_8bit
+from ..quantised.linear_packed import linear_packed
 from ..quantised.linear_torchao import linear_torchao
 from .chains import fuse
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
@@ -60,6 +61,7 @@ __all__ = [
     "linear_4bit",
     "linear_8bit",
     "linear_float8",
+    "linear_packed",
     "linear_torchao",
     "member_lookup",
     "member_offsets",

@@ -43,13 +43,14 @@ class QuantisedLinear(nn.Module):
     `types` has the shape and the type of each of its tensors, by the name of the parameter with its bytes.
     """
 
+    has_own_adapters = True  # PEFT has adapters of another class for the layers of its library
     types: TensorTypes
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(self, was: nn.Linear):
         super().__init__()
-        self.shape = (was.out_features, was.in_features)
+        self.shape: tuple[int, ...] = (was.out_features, was.in_features)
         self.replaced = Replaced(was)
         self.training = was.training
         self.register_parameter("bias", was.bias)
@@ -63,6 +64,12 @@ class QuantisedLinear(nn.Module):
     def take_shapes(self, types: TensorTypes) -> None:
         """As `take`, on the meta device."""
         self.take({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in types.items()})
+
+    unneeded: tuple[str, ...] = ()  # tensors of it in files that nothing here reads
+
+    def file_key(self, front: str, name: str) -> str:
+        """The name in files of one of its tensors; `front`: the layer's, with a dot."""
+        return f"{front}{name}"
 
     @property
     def more_params(self) -> int:

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
-from .pieces import empty_weight, is_on_host, keeps_weights_on, lending, row_pieces
+from .pieces import empty_weight, fake_unpacked, is_on_host, keeps_weights_on, lending, row_pieces
 from .raw_bytes import tensor_from_bytes
 
 NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
@@ -73,18 +73,9 @@ class Format4bit:
             absmax = tensor_from_bytes(absmax, torch.float32)
         else:
             outer = [tensor_from_bytes(part, torch.float32) for part in (nested_absmax, nested_quant_map)]
-            absmax = torch.ops.penstock.unpack([absmax, *outer], absmax.shape, torch.float32)
+            absmax = fake_unpacked([absmax, *outer], absmax.shape, torch.float32)
             absmax += tensor_from_bytes(nested_offset, torch.float32).reshape(())
-        unpacked: Tensor = torch.ops.penstock.unpack([weight, absmax], self.shape, self.dtype)
-        return unpacked
-
-
-torch.library.define("penstock::unpack", "(Tensor[] parts, SymInt[] shape, ScalarType dtype) -> Tensor")
-
-
-@torch.library.register_fake("penstock::unpack")
-def _(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return parts[0].new_empty(shape, dtype=dtype)
+        return fake_unpacked([weight, absmax], self.shape, self.dtype)
 
 
 def linear_4bit(

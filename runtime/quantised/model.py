@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from ...ir.errors import PlanError
 from .layers import Linear4bitBytes, Linear8bitBytes, LinearTorchaoBytes, QuantisedLinear
+from .linear_packed import Packing
+from .packed import packed_layer, require_plain_adapter
 
 BITSANDBYTES = "bitsandbytes.nn.modules"
 TENSORS = {
@@ -23,13 +26,14 @@ def is_quantised(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(_library_of(p) is not None for p in model.parameters())
 
 
-def with_bytes(model: nn.Module) -> nn.Module:
-    """The model itself where nothing is quantised; else one that has `QuantisedLinear` in place of quantised layers.
+def with_bytes(model: nn.Module, packings: Mapping[str, Packing] | None = None) -> nn.Module:
+    """The model itself where nothing is quantised; else one that has `QuantisedLinear` in place of quantised layers,
+    and of frozen layers whose weights files have packed: `packings` has the form of these by name.
 
     All other modules, and those of their parts that change, are shared with the model: what one trains, the other has.
     Raises `PlanError` naming a quantised weight that is to be trained, or one of a layer that is not known.
     """
-    return _Exchange().twin(model, "") if is_quantised(model) else model
+    return _Exchange(packings or {}).twin(model, "") if packings or is_quantised(model) else model
 
 
 def names_of_bytes(model: nn.Module) -> set[str]:
@@ -46,7 +50,8 @@ def give_back(model: nn.Module) -> None:
 
 
 class _Exchange:
-    def __init__(self) -> None:
+    def __init__(self, packings: Mapping[str, Packing]) -> None:
+        self.packings = packings
         self.made: dict[int, nn.Module] = {}
 
     def twin(self, module: nn.Module, path: str) -> nn.Module:
@@ -58,16 +63,28 @@ class _Exchange:
         for name, param in module._parameters.items():
             if param is not None and _library_of(param) is not None:
                 return self._layer(module, path, name)
+        packed = self._packed(module, path)
+        if packed is not None:
+            return packed
         children = {
             name: None if child is None else self.twin(child, f"{path}.{name}" if path else name)
             for name, child in module._modules.items()
         }
         if all(new is module._modules[name] for name, new in children.items()):
             return module
+        require_plain_adapter(module, path)
         twin = type(module).__new__(type(module))
         twin.__dict__.update(module.__dict__)
         twin.__dict__["_modules"] = children
         return twin
+
+    def _packed(self, module: nn.Module, path: str) -> nn.Module | None:
+        """The layer that stands for one whose frozen weights are packed, if it is one."""
+        names = {name: f"{path}.{name}" if path else name for name in module._parameters}
+        own = {name: self.packings[whole] for name, whole in names.items() if whole in self.packings}
+        params = [module.get_parameter(name) for name in own]
+        stays = own and all(param.is_meta and not param.requires_grad for param in params)
+        return packed_layer(module, own) if stays else None
 
     def _layer(self, module: Any, path: str, name: str) -> nn.Module:
         param = module._parameters[name]

@@ -71,3 +71,17 @@ def empty_weight(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Te
         return packed.new_empty(shape, dtype=dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
     return lend(num_bytes)[:num_bytes].view(dtype).view(shape)
+
+
+torch.library.define("penstock::unpack", "(Tensor[] parts, SymInt[] shape, ScalarType dtype) -> Tensor")
+
+
+@torch.library.register_fake("penstock::unpack")
+def _(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return parts[0].new_empty(shape, dtype=dtype)
+
+
+def fake_unpacked(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A weight that is unpacked from fake tensors: one call, whichever function unpacks it."""
+    unpacked: Tensor = torch.ops.penstock.unpack(list(parts), shape, dtype)
+    return unpacked

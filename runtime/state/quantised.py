@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError
 from ..quantised.layers import Linear4bitBytes, LinearTorchaoBytes, QuantisedLinear
+from ..quantised.packed import PackedLinear
 from ..quantised.quantisers import Quantiser4bit, Quantiser8bit, ReadRows
 from ..quantised.raw_bytes import as_bytes
-from .stored import Converted, Stored, refuse_nan
-from .tensor_file import CODES
+from .packed import PackedPlaces
+from .stored import Converted, Stored, dtype_of, refuse_nan
 
 STATE = ".quant_state.bitsandbytes__"
 OFFSET = "nested_offset"
@@ -33,7 +34,7 @@ Found = Mapping[str, Stored | Converted]
 class StoredBytes:
     """The bytes of one tensor of a file, or of a number that its description of the format has."""
 
-    stored: Stored
+    stored: Stored | Converted
     field: str = ""  # of the description; the tensor itself without one
 
     @property
@@ -130,6 +131,12 @@ def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[st
 
     Raises `CheckpointError` for a layer that is not there as a whole, or is quantised otherwise than the model's.
     """
+    if isinstance(layer, PackedLinear):
+        key = layer.file_key(front, "weight")
+        keys = {name: layer.file_key(front, name) for name in layer.types}
+        there = {name: found[own] for name, own in keys.items() if own in found}
+        places = PackedPlaces(layer.packing, key, there).require().places if there else {}
+        return {name: StoredBytes(place) for name, place in places.items()}
     if isinstance(layer, LinearTorchaoBytes):
         packed = {name: found.get(f"{front}_{name}") for name in layer.types}
     elif isinstance(layer, Linear4bitBytes):
@@ -200,8 +207,3 @@ def _quantisation(state: Stored | Converted) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{state.keys[0]!r} is no description of a weight of 4 bits ({error!r})") from error
     return described
-
-
-def dtype_of(stored: Stored | Converted) -> torch.dtype:
-    first = stored if isinstance(stored, Stored) else stored.rows[0][1]
-    return CODES[first.file.entries[first.key].code]

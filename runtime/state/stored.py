@@ -8,6 +8,7 @@ time.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError
 from .tensor_file import CODES, TensorFile
+
+BESIDE = re.compile(r"\.weight(_packed|_scale_inv|_scale|_zero_point|_global_scale|_shape)$")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ class Converted:
         return self.read()[begin:end].clone()
 
 
+def dtype_of(stored: Stored | Converted) -> torch.dtype:
+    first = stored if isinstance(stored, Stored) else stored.rows[0][1]
+    return CODES[first.file.entries[first.key].code]
+
+
 def refuse_nan(tensor: Tensor, keys: Sequence[str]) -> Tensor:
     """The tensor, read from these keys of files. Raises `CheckpointError` where it has NaN in it."""
     # A sum makes no tensor of answers beside a large weight; infinities of both signs make NaN, too.
@@ -80,13 +88,17 @@ def to_model_names(
 ) -> dict[str, Stored | Converted]:
     """The tensors of the files under the names that transformers loads them to; other models' keys stay as they are.
 
-    A key that is itself in `known` is renamed only where the new name is known too.
+    A key that is itself in `known` is renamed only where the new name is known too. A tensor beside a packed weight,
+    such as its scales, is renamed and put together as the weight is.
     """
     renamings, converters = _tables(model)
     result: dict[str, Stored | Converted] = {}
-    groups: dict[str, tuple[Any, list[tuple[str, Stored]]]] = {}
+    groups: dict[tuple[str, str], tuple[Any, list[tuple[str, Stored]]]] = {}
     for key in sorted(stored, key=_natural):
-        name, pattern, used = key, None, None
+        beside = BESIDE.search(key)
+        end = "" if beside is None else beside[1]
+        own = key.removesuffix(end)
+        name, pattern, used = own, None, None
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
         for converter in converters:
@@ -94,14 +106,15 @@ def to_model_names(
             if pattern is not None:
                 used = converter
                 break
-        if key in known and name not in known:
-            name, used = key, None
+        if own in known and name not in known:
+            name, used = own, None
         if used is None:
-            result[name] = stored[key]
+            result[f"{name}{end}"] = stored[key]
         else:
-            groups.setdefault(name, (used, []))[1].append((str(pattern), stored[key]))
-    for target, (converter, rows) in groups.items():
-        result |= _converter_results(target, converter, tuple(rows), getattr(model, "config", None))
+            groups.setdefault((name, end), (used, []))[1].append((str(pattern), stored[key]))
+    for (target, end), (converter, rows) in groups.items():
+        found = _converter_results(target, converter, tuple(rows), getattr(model, "config", None))
+        result |= {f"{name}{end}": place for name, place in found.items()}
     return result
 
 

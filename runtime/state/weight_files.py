@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,21 +15,23 @@ from torch import nn
 from ...ir.documents import Unreadable, is_inside, read_json
 from ...ir.errors import CheckpointError
 from ..model_names import aliases_of, named_tensors, ties_of, unsaved_buffers
-from .quantised import UNNEEDED, QuantisedOnRead, StoredBytes, dtype_of, places_in_files, quantised_layers
-from .stored import Converted, Stored, to_model_names
+from ..quantised.layers import QuantisedLinear
+from ..quantised.packed import has_matrices_transposed
+from .packed import CONFIG_FILE, PackedPlaces, UnpackedOnRead, find_packed, quantization_config
+from .quantised import UNNEEDED, QuantisedOnRead, StoredBytes, places_in_files, quantised_layers
+from .stored import Converted, Stored, dtype_of, to_model_names
 from .tensor_file import TensorFile
 from .wrapped import ModelPart, part_by_names, parts_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-CONFIG_FILE = "config.json"
 # The files of an earlier save, which a loader would take for parts of a later one.
 REPLACED = re.compile(
     r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_|adapter_)?config\.json"
 )
 
 
-Place: TypeAlias = Stored | Converted | StoredBytes | QuantisedOnRead
+Place: TypeAlias = Stored | Converted | StoredBytes | QuantisedOnRead | UnpackedOnRead
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,49 @@ def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | Non
     return best if named is None else _match_part(model, named, files, prefix)
 
 
-def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], prefix: str | None) -> Match:
-    unsaved, ties = unsaved_buffers(model), ties_of(model)
-    wanted = {name: tensor for name, tensor in named_tensors(model).items() if name not in unsaved}
+def packed_weights(model: nn.Module, directory: Path) -> dict[str, PackedPlaces]:
+    """The packed form of the weights of a model on the meta device that files of a directory have packed, by name.
+    Raises `CheckpointError` for a method of quantisation that is not read here."""
+    config = quantization_config(directory)
+    if not config or any(quantised_layers(model)):
+        return {}
+    files, best = open_files(directory), dict[str, PackedPlaces]()
+    for part in parts_of(model):
+        found = _packed_of_part(model, config, *_names_in_files(part, files, None))
+        best = found if len(found) > len(best) else best
+    return best
+
+
+def _packed_of_part(
+    model: nn.Module, config: Mapping[str, Any], found: Mapping[str, Stored | Converted], keys: Mapping[str, str]
+) -> dict[str, PackedPlaces]:
+    """The packed form of parameters by name; `keys` has their names in files."""
+    places = {}
+    for name, key in keys.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        param = module._parameters.get(leaf)
+        if param is not None and config and not isinstance(module, QuantisedLinear):
+            places[name] = find_packed(config, key, param, found, has_matrices_transposed(module))
+    return {name: place for name, place in places.items() if place is not None}
+
+
+def _names_in_files(
+    part: ModelPart, files: Mapping[str, Stored], prefix: str | None
+) -> tuple[dict[str, Stored | Converted], dict[str, str]]:
+    """The tensors of the files under the names that the part's library gives them, and for each name in the model the
+    name that files would have for it."""
     front = getattr(part.module, "base_model_prefix", "") if prefix is None else prefix
     rules = _prefix_rules(front)
     found = to_model_names(part.module, files, {rule(own) for rule in rules for own in part.names.values()})
     to_key = max(rules, key=lambda rule: sum(rule(own) in found for own in part.names.values()))
-    keys = {name: to_key(own) for name, own in part.names.items()}
+    return found, {name: to_key(own) for name, own in part.names.items()}
+
+
+def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], prefix: str | None) -> Match:
+    unsaved, ties = unsaved_buffers(model), ties_of(model)
+    wanted = {name: tensor for name, tensor in named_tensors(model).items() if name not in unsaved}
+    found, keys = _names_in_files(part, files, prefix)
     aliases = aliases_of(ties)
     where: dict[str, Place] = {}
     unneeded: set[str] = set()
@@ -124,8 +161,11 @@ def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], 
         if f"{path}.{first}" in keys:
             base = keys[f"{path}.{first}"].removesuffix(first)
             places = places_in_files(layer, base, found)
-            unneeded |= {f"{base}{name}" for name in UNNEEDED}
+            unneeded |= {f"{base}{name}" for name in UNNEEDED} | {layer.file_key(base, name) for name in layer.unneeded}
             where |= {f"{path}.{leaf}": place for leaf, place in places.items()}
+    for name, packed in _packed_of_part(model, _config_of(files), found, keys).items():
+        where[name] = UnpackedOnRead(packed.require(), tuple(wanted[name].shape))
+        unneeded |= packed.unneeded
     for name in [name for name in wanted if name not in where]:
         canonical = ties.get(name, name)
         present = [keys[other] for other in aliases.get(canonical, [name]) if keys.get(other) in found]
@@ -148,7 +188,7 @@ def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], 
 def require_kinds(directory: Path, model: nn.Module, match: Match) -> None:
     """Raise `CheckpointError` where files have numbers of another kind than the model: quantised weights, which are not
     those of layers of the library that quantised them, would train as what their codes say."""
-    how = _quantisation_of(directory)
+    how = str(quantization_config(directory).get("quant_method", ""))
     words = f" (quantization_config in {CONFIG_FILE} says {how})" if how else ""
     remedy = "give weights that are not quantised, or a model that was built with the quantization_config of the files"
     tensors = named_tensors(model)
@@ -174,14 +214,9 @@ def _kind(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "bool" if dtype == torch.bool else "integer"
 
 
-def _quantisation_of(directory: Path) -> str:
-    """The method by which the weights in a directory of transformers were quantised; "" for none."""
-    try:
-        config = read_json(directory / CONFIG_FILE) if (directory / CONFIG_FILE).is_file() else {}
-    except Unreadable:
-        return ""
-    how = config.get("quantization_config") if isinstance(config, dict) else None
-    return str(how.get("quant_method", "it")) if isinstance(how, dict) else ""
+def _config_of(files: Mapping[str, Stored]) -> dict[str, Any]:
+    """The quantization_config beside files; empty for none, and for no files."""
+    return next((quantization_config(stored.file.path.parent) for stored in files.values()), {})
 
 
 def _prefix_rules(front: str) -> list[Callable[[str], str]]:

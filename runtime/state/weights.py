@@ -20,11 +20,12 @@ from ...ir.errors import CheckpointError, PlanError
 from ...ir.precision import MASTER_BYTES
 from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, ties_of, unsaved_buffers
+from ..quantised.model import with_bytes
 from .fresh import FreshValues
 from .quantised import quantised_layers
 from .stored import refuse_nan
 from .tensor_file import Reads
-from .weight_files import Place, match_names, open_files, require_kinds
+from .weight_files import Place, match_names, open_files, packed_weights, require_kinds
 from .wrapped import ModelPart
 
 WHOLE_BYTES = 2 * MASTER_BYTES  # of the weights that are packed in one byte, two at most
@@ -122,11 +123,20 @@ class DirectoryWeights(WeightSource):
         return name in self.held
 
 
-def settle_quantised(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Let quantised layers on the meta device take from the files what these alone know. Raises `CheckpointError` where
-    the files' layers are quantised in another way, or not there as a whole."""
-    if any(p.is_meta for _, layer in quantised_layers(model) for p in layer.parameters()):
-        match_names(model, open_files(Path(directory)), None)
+def with_bytes_of(model: nn.Module, directory: str | os.PathLike[str] | None) -> nn.Module:
+    """The model with bytes in place of quantised weights: those of its own layers, and those of plain layers on the
+    meta device that the files of a directory have packed. Quantised layers on the meta device take from the files what
+    these alone know.
+
+    Raises `CheckpointError` where the files' layers are quantised in another way, or not there as a whole.
+    """
+    if directory is None:
+        return with_bytes(model)
+    packings = {name: found.packing for name, found in packed_weights(model, Path(directory)).items()}
+    twin = with_bytes(model, packings)
+    if any(p.is_meta for _, layer in quantised_layers(twin) for p in layer.parameters()):
+        match_names(twin, open_files(Path(directory)), None)
+    return twin
 
 
 def open_directory(

@@ -53,12 +53,11 @@ def _plain_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shape_of_scales(shape: Shape, options: Options) -> Shape:
     rows, columns = shape
-    return {
-        "tensor": lambda: (1,),
-        "channel": lambda: (rows, 1),
-        "group": lambda: (rows, number_of_groups(columns, options["group_size"])),
-        "block": lambda: tuple(-(-size // each) for size, each in zip(shape, options["block"])),
-    }[options["strategy"]]()
+    if options["strategy"] == "tensor":
+        return (1,)
+    if options["strategy"] == "block":
+        return tuple(-(-size // each) for size, each in zip(shape, options["block"]))
+    return (rows, number_of_groups(columns, options.get("group_size", -1)))
 
 
 def _packed_types(shape: Shape, options: Options) -> Types:
@@ -82,7 +81,7 @@ def _plain_types(shape: Shape, options: Options) -> Types:
 
 def _packed_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
     bits, scales = options["bits"], parts["weight_scale"][rows]
-    weight = _numbers(parts["weight_packed"][rows], bits)[:, : shape[1]].to(scales.dtype)
+    weight: Tensor = _numbers(parts["weight_packed"][rows], bits)[:, : shape[1]].to(scales.dtype)
     if "weight_zero_point" in parts:
         zeros = _numbers(parts["weight_zero_point"].t(), bits)[:, rows].t()
         return (weight - over_columns(zeros.to(scales.dtype), shape[1])) * over_columns(scales, shape[1])
@@ -91,9 +90,9 @@ def _packed_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) 
 
 def _plain_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
     scales = _of_rows(parts["weight_scale"], rows, shape, options)
-    weight = parts["weight"][rows].to(scales.dtype)
+    weight: Tensor = parts["weight"][rows].to(scales.dtype)
     if "weight_zero_point" in parts:
-        weight = weight - _of_rows(parts["weight_zero_point"].to(scales.dtype), rows, shape, options)
+        weight -= _of_rows(parts["weight_zero_point"].to(scales.dtype), rows, shape, options)
     return weight * scales
 
 

@@ -56,10 +56,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8-tensor": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}),
     "float8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
     "float8-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-    "float8-block": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}),
+    "float8-block": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
+    ),
     "nvfp4": (
         "nvfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
     ),
 }
 

@@ -1,0 +1,149 @@
+"""The modules that stand for layers whose weights files have packed: bytes, and one call of a function for a product.
+
+A model on the meta device has plain layers; the tensors of a layer are those that the record of its format names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import PlanError
+from .layers import QuantisedLinear, Replaced
+from .linear_packed import Packing, linear_packed
+
+
+class PackedLinear(QuantisedLinear):
+    """A linear layer with a packed weight, or the matrices of a layer of experts."""
+
+    has_own_adapters = False
+
+    def __init__(self, was: nn.Module, packing: Packing, bias: nn.Parameter | None = None):
+        nn.Module.__init__(self)
+        self.packing, self.shape, self.replaced = packing, packing.shape, Replaced(was)
+        self.training = was.training
+        self.register_parameter("bias", bias)
+        self.take_shapes(packing.types)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
+        parts, packing = [self.get_parameter(name) for name in self.types], self.packing
+        return linear_packed(
+            input, self.bias, *parts, offsets=offsets, form=packing.form, shape=packing.shape, dtype=packing.dtype,
+            options=packing.options,
+        )  # fmt: skip
+
+    @property
+    def unneeded(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.packing.record.unneeded
+
+    def file_key(self, front: str, name: str) -> str:
+        """The name in files of one of its tensors; `front`: the layer's, with a dot."""
+        return key_of(f"{front}weight" if len(self.shape) == 2 else front.removesuffix("."), name)
+
+    def give_back(self, layer: Any) -> None:
+        """The plain layer has no place for packed tensors: it stays as it is."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+class PackedExperts(nn.Module):
+    """Experts of transformers with packed matrices: tokens are sorted by expert, and each is multiplied with its
+    experts' matrices, as the library's implementation "grouped_mm" does.
+
+    In: the library's module, of whose parameters `packings` are packed. All others are shared with it.
+    """
+
+    has_gate: bool
+    has_bias: bool
+    num_experts: int
+    act_fn: Callable[[Tensor], Tensor]
+
+    def __init__(self, was: Any, packings: Mapping[str, Packing]):
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(was).items() if not name.startswith("_")})
+        self.training = was.training
+        for name, param in was._parameters.items():
+            if name not in packings:
+                self.register_parameter(name, param)
+        for name, buffer in was._buffers.items():
+            self.register_buffer(name, buffer, persistent=name not in was._non_persistent_buffers_set)
+        for name, child in was._modules.items():
+            self.add_module(name, child)
+        for name, packing in packings.items():
+            self.add_module(name, PackedLinear(was, packing))
+        self.apply_gate = Gate(type(was))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        chosen = top_k_index.shape[-1]
+        experts, order = torch.sort(top_k_index.reshape(-1))
+        counts = torch.histc(experts.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+        offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        rows = hidden_states[order // chosen]
+        first = "gate_up_proj" if self.has_gate else "up_proj"
+        inner = self._product(first, rows, offsets, experts)
+        inner = self.apply_gate(self, inner) if self.has_gate else self.act_fn(inner)
+        rows = self._product("down_proj", inner, offsets, experts) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        sums = rows[back].view(hidden_states.shape[0], chosen, -1).sum(dim=1)
+        return sums.to(hidden_states.dtype)
+
+    def _product(self, name: str, rows: Tensor, offsets: Tensor, experts: Tensor) -> Tensor:
+        found: Tensor = self.get_submodule(name)(rows, offsets)
+        return found + getattr(self, f"{name}_bias")[experts] if self.has_bias else found
+
+
+class Gate:
+    """The function between the products of a class of experts, which is a method of the class."""
+
+    def __init__(self, experts: type):
+        self.experts = experts
+
+    def __call__(self, module: nn.Module, rows: Tensor) -> Tensor:
+        found: Tensor = self.experts._apply_gate(module, rows)  # type: ignore[attr-defined]
+        return found
+
+
+def key_of(weight: str, name: str) -> str:
+    """The name in files of a tensor of the parameter `weight`, by its name for a parameter called "weight"."""
+    front, _, own = weight.rpartition(".")
+    leaf = f"{own}{name.removeprefix('weight')}" if name.startswith("weight") else name
+    return f"{front}.{leaf}" if front else leaf
+
+
+def packed_layer(module: Any, packings: Mapping[str, Packing]) -> nn.Module | None:
+    """The module that stands for a module of which these parameters are packed; None for one of another kind, whose
+    weights are unpacked while they are read."""
+    if type(module).forward is nn.Linear.forward and packings.keys() == {"weight"}:
+        return PackedLinear(module, packings["weight"], module.bias)
+    if is_experts(module) and set(packings) <= {"gate_up_proj", "up_proj", "down_proj"}:
+        missing = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"} - set(packings)
+        if missing or getattr(module, "has_post_expert_norm", False):
+            return None
+        return PackedExperts(module, packings)
+    return None
+
+
+def is_experts(module: Any) -> bool:
+    """Whether it is a layer of experts of transformers, all of whose implementations compute the same."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
+
+
+def has_matrices_transposed(module: Any) -> bool:
+    """Whether a module has its matrices as [columns, rows]."""
+    return type(module).__name__ == "Conv1D" or (is_experts(module) and bool(module.is_transposed))
+
+
+def require_plain_adapter(module: nn.Module, path: str) -> None:
+    """Raise `PlanError` for an adapter of PEFT on a parameter (`target_parameters`), which adds to it whole."""
+    if type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
+        name = getattr(module, "parameter_name", "")
+        raise PlanError(
+            f"model: {path} has an adapter on {name} (target_parameters), which is packed: PEFT adds the adapter to "
+            "the whole weight, and here none is unpacked whole. Adapt linear layers (target_modules), or give weights "
+            "that are not quantised"
+        )
