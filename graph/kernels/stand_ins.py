@@ -9,7 +9,7 @@ few show the shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,14 @@ from ...runtime.functions import (
     chunked_cross_entropy,
     linear_4bit,
     linear_8bit,
+    linear_packed,
     packed_attention,
     part_product,
     part_statistics,
     window_attention,
 )
 from ...runtime.functions.chunked_loss import slices
+from ...runtime.quantised.linear_packed import GPU_PIECE, Packing, apply_packing
 from ...runtime.torch_names import grouped_mm
 from ..operators.kernels import DTYPES
 from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
@@ -112,6 +114,40 @@ def part_shape(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> T
     return grouped_shape(rows, weight, offs=offsets)
 
 
+class _ShapePacking(Packing):
+    """Products by experts' matrices that show their shapes: all matrices are unpacked at once."""
+
+    def grouped(self, rows: Tensor, offsets: Tensor, parts: Sequence[Tensor], *, is_backward: bool) -> Tensor:
+        matrices = self.unpack(parts, rows.dtype)
+        return grouped_shape(rows, matrices if is_backward else matrices.transpose(-2, -1), offs=offsets)
+
+
+class _CountedPacking(Packing):
+    """Products by experts' matrices, of which the unpacking and each group's product count."""
+
+    def product(self, rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+        out: Tensor = _GroupedProduct.apply(rows, matrices, offsets, None, self.experts)
+        return out
+
+
+class _CudaPacking(_CountedPacking):
+    """On a GPU what a piece takes while it is unpacked counts, too."""
+
+    def unpack(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        found = super().unpack(parts, dtype)
+        self.unpack_piece(parts, GPU_PIECE)
+        return found
+
+
+def packed_by(kind: type[Packing]) -> Callable[..., Tensor]:
+    """`linear_packed` by a kind of `Packing`."""
+
+    def call(input: Tensor, bias: Tensor | None, *parts: Tensor, offsets: Tensor | None = None, **form: Any) -> Tensor:
+        return apply_packing(input, bias, parts, offsets, kind(**form))
+
+    return call
+
+
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -136,6 +172,7 @@ def ends(total: int, size: int) -> Iterator[slice]:
 SHAPE_RULES: dict[Any, Any] = {
     grouped_mm: grouped_shape,
     part_product: part_shape,
+    linear_packed: packed_by(_ShapePacking),
     torch.nn.functional.ctc_loss: ctc_loss,
     chunked_cross_entropy: partial(chunked_cross_entropy, pieces=ends),
     part_statistics: partial(part_statistics, pieces=ends),
@@ -144,6 +181,7 @@ SHAPE_RULES: dict[Any, Any] = {
 STAND_INS: dict[Any, Any] = {
     grouped_mm: grouped_product,
     part_product: part_of_product,
+    linear_packed: packed_by(_CountedPacking),
     torch.nn.functional.ctc_loss: ctc_loss,
 }
 CUDA_STAND_INS: dict[Any, Any] = {
@@ -154,4 +192,5 @@ CUDA_STAND_INS: dict[Any, Any] = {
     torch.nn.functional.dropout: cuda_dropout,
     linear_4bit: cuda_linear_4bit,
     linear_8bit: cuda_linear_8bit,
+    linear_packed: packed_by(_CudaPacking),
 }

@@ -32,6 +32,7 @@ class Packing:
     shape: tuple[int, ...]
     dtype: torch.dtype
     options: Mapping[str, Any]
+    experts: int = 0  # of the layer, of which these are some
 
     @property
     def record(self) -> Format:
@@ -56,6 +57,10 @@ class Packing:
                 own[rows] = self._rows(tensors, rows)
         return found
 
+    def unpack_piece(self, parts: Sequence[Tensor], most: int) -> None:
+        """Unpack the first piece alone, of about `most` elements, for the memory that it takes."""
+        self._rows(next(self._matrices(parts)), next(self.row_pieces(most)))
+
     def row_pieces(self, most: int) -> Iterator[slice]:
         """The rows of pieces of a matrix that have about `most` elements."""
         rows, columns = self.shape[-2:]
@@ -70,8 +75,9 @@ class Packing:
         count = max(1, GROUP_BYTES // (matrix[0] * matrix[1] * rows.dtype.itemsize))
         for begin in range(0, experts, count):
             end = min(begin + count, experts)
-            own = replace(self, shape=(end - begin, *matrix)).unpack([part[begin:end] for part in parts], rows.dtype)
-            product = self.product(
+            group = replace(self, shape=(end - begin, *matrix), experts=experts)
+            own = group.unpack([part[begin:end] for part in parts], rows.dtype)
+            product = group.product(
                 part_rows(rows, offsets, begin),
                 own if is_backward else own.transpose(-2, -1),
                 part_offsets(offsets, begin, end),

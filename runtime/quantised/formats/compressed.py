@@ -108,7 +108,7 @@ def _of_rows(scales: Tensor, rows: slice, shape: Shape, options: Options) -> Ten
 def _numbers(words: Tensor, bits: int) -> Tensor:
     """Signed: files have them plus half of their range."""
     small = nibbles(words) if bits == 4 else words.contiguous().view(torch.uint8)
-    return small.to(torch.int16) - 2 ** (bits - 1)
+    return small.to(torch.int16) - (1 << bits - 1)
 
 
 def _dtype(options: Options) -> torch.dtype:
