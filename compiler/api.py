@@ -114,7 +114,7 @@ def compile(
             folder.settings.one_document = open_border(graphs(best.count))
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
-    _tell(request, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model)])])
+    _tell(request, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model), request.unpacked])])
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
         replanner=Replanner(
@@ -242,6 +242,8 @@ def _folder(
     draft, loss = best.draft, best.draft.graph.loss
     strategy = request.strategy if request.given_plan is None else request.given_plan.strategy
     plan = make_plan(result, _model_name(request.model), strategy)
+    if request.unpacked:
+        plan.notes["weights"] = request.unpacked
     settings = Settings(
         optimizer=request.optimizer_spec.with_parts(draft.graph.part_names).to_json(),
         precision=request.precision,

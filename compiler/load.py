@@ -47,7 +47,7 @@ def load(
     """
     check_release(torch.__version__)
     folder, files = _read(directory)
-    model = with_bytes_of(model, folder.settings.weights)
+    model, _ = with_bytes_of(model, folder.settings.weights)
     _check_model(model, folder)
     if folder.settings.reads:
         raise PlanError(

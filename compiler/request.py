@@ -182,12 +182,13 @@ class Request:
     dynamic_shapes: Any
     timeout_s: float
     check: bool = True
+    unpacked: str = ""  # which weights are packed in files and whole here, in words
     prologue: Prologue | None = None  # of a model that reads values of its batch
 
     def settle(self) -> Request:
         """The same request with the wishes that a given plan has decided. Raises `PlanError`, `HardwareError`."""
         check_model(self.model)
-        model = with_bytes_of(self.model, self.weights)
+        model, unpacked = with_bytes_of(self.model, self.weights)
         check_arguments(model, self.max_grad_norm, self.strategy, self.seed)
         check_types(self.precision, self.gradient_dtype, self.boundary_dtype)
         warn_of_mode(model)
@@ -201,7 +202,8 @@ class Request:
         if plan is not None:
             check_agrees(plan, strategy=self.strategy, **wishes)
             wishes = {name: getattr(plan, name) for name in IN_PLANS}
-        request = replace(self, model=model, plan=plan, ssd_dirs=plain_directories(self.ssd_dirs), **wishes)
+        directories = plain_directories(self.ssd_dirs)
+        request = replace(self, model=model, plan=plan, ssd_dirs=directories, unpacked=unpacked, **wishes)
         check_float8(request.types, request.machine, self.compile_stages)
         check_cuda_graphs(self.cuda_graphs, self.compile_stages, request.machine)
         check_kernels(self.kernels, request._decided_passes, plan, self.compile_stages)

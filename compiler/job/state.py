@@ -78,13 +78,17 @@ def sync_model(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]
     """Copy the trained values into the model, in place; tensors on meta, and expanded ones, are replaced, tied ones by
     one tensor.
 
-    A tensor that no stage holds stays as it is; on meta it comes from `source`.
+    A tensor that no stage holds stays as it is; on meta it comes from `source`. Weights that only files have packed
+    have no place in the user's model, where they stay on meta.
     """
+    packed = names_of_bytes(model, of_files=True)
     for _, weights, buffers in states:
         for name, tensor in (weights | buffers).items():
-            _assign(model, ties, name, tensor)
+            if name not in packed:
+                _assign(model, ties, name, tensor)
     if source is not None:
-        for name in [name for name, tensor in named_tensors(model).items() if tensor.is_meta and name not in ties]:
+        empty = [name for name, tensor in named_tensors(model).items() if tensor.is_meta and name not in ties]
+        for name in [name for name in empty if name not in packed]:
             _assign(model, ties, name, source.read(name))
     give_back(model)
 

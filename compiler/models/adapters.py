@@ -134,7 +134,7 @@ def linear_names(model: nn.Module, heads: bool = True) -> dict[str, int]:
 
 
 def _linear_paths(model: nn.Module) -> list[str]:
-    kinds = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt", "Linear4bitBytes", "Linear8bitBytes")
+    kinds = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt", "Linear4bitBytes", "Linear8bitBytes", "PackedLinear")
     return [path for path, module in model.named_modules() if type(module).__name__ in kinds]
 
 

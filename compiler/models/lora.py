@@ -73,7 +73,7 @@ class LoraLinear(nn.Module):
         if isinstance(self.base_layer, Linear4bitBytes):
             result = result.clone()
         result_dtype = result.dtype
-        is_quantised = isinstance(self.base_layer, QuantisedLinear) and self.base_layer.has_own_adapters
+        is_quantised = isinstance(self.base_layer, QuantisedLinear) and not self.base_layer.is_of_files
         scaling = self.scaling
         if not (is_quantised and torch.is_autocast_enabled()) and x.dtype != lora_A.weight.dtype:
             x = x.to(dtype=lora_A.weight.dtype)
@@ -132,7 +132,8 @@ def _has_name(path: str, names: Collection[str]) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, QuantisedLinear)) or _is_conv1d(module)
+    is_packed = isinstance(module, QuantisedLinear) and len(module.shape) == 2  # and no experts
+    return isinstance(module, nn.Linear) or is_packed or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -21,8 +21,19 @@ from torch import nn
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
 from ...runtime.quantised.libraries import is_installed
+from ...runtime.state.packed import quantization_config
 from .adapters import LoraChoice, peft
-from .bases import QUANTISED, describe_base, on_base, quantisation, require_base
+from .bases import (
+    PACKED,
+    QUANTISED,
+    describe_base,
+    modules_of_heads,
+    on_base,
+    on_packed_base,
+    packed_config,
+    quantisation,
+    require_base,
+)
 from .from_python import is_python, own_inputs, python_maker, random_input
 from .table import alias_of, known_models
 
@@ -52,8 +63,12 @@ class NamedModel:
 
     @property
     def weights(self) -> Path | None:
-        """The directory, if it holds weights."""
-        return self.directory if self.directory and any(self.directory.glob("*.safetensors")) else None
+        """The directory, if it holds weights, and where the base is one that files have, in that form."""
+        if self.directory is None or not any(self.directory.glob("*.safetensors")):
+            return None
+        wanted = PACKED.get(self.base, {}).get("quant_method")
+        is_other = wanted and quantization_config(self.directory).get("quant_method") != wanted
+        return None if is_other else self.directory
 
     def on_meta(self) -> nn.Module:
         """The model without a single weight, in training mode."""
@@ -72,16 +87,30 @@ class NamedModel:
             is_own_code = self.make is not None and all(map(is_installed, libraries))  # with layers of any kind
             if is_own_code or self.adapter.needs_libraries(model, self.head, libraries):
                 return self._adapt(model, self.adapter)
+            if self._packed_config:
+                heads = modules_of_heads(model.requires_grad_(False))
+                model = on_packed_base(model, self._packed_config, self._base_name, heads)
             return self.adapter.describe_on(describe_base(model, self.base), self.head).train()
+
+    @property
+    def _packed_config(self) -> dict[str, Any]:
+        """Of frozen weights that are planned as files have them; those of a directory say it themselves."""
+        return {} if self.weights is not None else packed_config(self.base, self.config)
+
+    @property
+    def _base_name(self) -> str:
+        return self.base or f"{self._packed_config.get('quant_method')}, as {self.name} is published"
 
     def _adapt(self, model: nn.Module, adapter: LoraChoice) -> nn.Module:
         """A model on meta with the base and the adapters of the libraries."""
-        if adapter.dora and self.base in QUANTISED:
+        if adapter.dora and (self.base in QUANTISED or self._packed_config):
             raise PlanError(
                 f"--adapter with dora on --base {self.base}: DoRA begins from the norms of weights, and here are none "
                 "that were quantised; plan it on --base bf16, or leave dora out"
             )
-        return adapter.put_on(on_base(model, self.base), self.head).train()
+        heads = modules_of_heads(model) if self._packed_config else []
+        made = adapter.put_on(on_base(model, self.base), self.head).train()
+        return on_packed_base(made, self._packed_config, self._base_name, heads) if self._packed_config else made
 
     def require_libraries(self) -> None:
         """Raise `PlanError` where PEFT or the library of the base, without which nothing runs, is not installed."""
@@ -93,6 +122,11 @@ class NamedModel:
     def load(self, seed: int = 0) -> nn.Module:
         """The model with the weights of its directory; those that are not there are drawn from `seed`."""
         torch.manual_seed(seed)
+        if self.base in PACKED:
+            raise PlanError(
+                f"--base {self.base}: {self.name} has no weights here that are packed in this form, and nothing here "
+                "packs them: name a directory of such files, or plan it alone"
+            )
         quantised = quantisation(self.base) if self.base else None
         if self.weights is None:
             if quantised is not None:
@@ -221,7 +255,7 @@ def find_model(
     head: "causal-lm", "classification", "seq2seq" or "image-classification"; None: the head of its configuration.
     num_labels: of a classifier. dropout: False turns every dropout of the configuration off.
     download: ask the Hugging Face hub for a name that is not known here, and keep what it has in its cache.
-    adapter: as `LoraChoice.parse` reads it. base: one of `BASES`.
+    adapter: as `LoraChoice.parse` reads it. base: one of `BASES` and `PACKED`.
 
     Raises `PlanError` for an unknown name (with close ones), head or dimension.
     """

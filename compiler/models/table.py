@@ -16,8 +16,8 @@ ModelRow = tuple[str, dict[str, Any]]
 def known_models() -> dict[str, ModelRow]:
     """Short name to (model type, fields of its configuration)."""
     return {
-        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_qwen3_moe(), **_bert(), **_t5(), **_bart(), **_vit(),
-        **_hybrids(),
+        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_qwen3_moe(), **_gpt_oss(), **_bert(), **_t5(), **_bart(),
+        **_vit(), **_hybrids(),
         "phi-1.5": ("phi", {}),  # the configuration's defaults are its figures
         "stablelm-alpha-3b": (
             "gpt_neox",
@@ -95,6 +95,16 @@ def _llama() -> dict[str, ModelRow]:
     }  # fmt: skip
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
     return {name: ("llama", {**_decoder(*row), **(rope if row[5] == 128256 else {})}) for name, row in sizes.items()}
+
+
+def _gpt_oss() -> dict[str, ModelRow]:
+    """Layers and experts; all else are the configuration's defaults. Experts are published in MXFP4."""
+    sizes = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
+    form = {"quantization_config": {"quant_method": "mxfp4"}}
+    return {
+        name: ("gpt_oss", {"num_hidden_layers": layers, "num_local_experts": experts, **form})
+        for name, (layers, experts) in sizes.items()
+    }
 
 
 def _qwen3() -> dict[str, ModelRow]:

@@ -43,7 +43,7 @@ class QuantisedLinear(nn.Module):
     `types` has the shape and the type of each of its tensors, by the name of the parameter with its bytes.
     """
 
-    has_own_adapters = True  # PEFT has adapters of another class for the layers of its library
+    is_of_files = False  # whether the user's own layer is plain, and files alone have its weight quantised
     types: TensorTypes
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -36,10 +36,15 @@ def with_bytes(model: nn.Module, packings: Mapping[str, Packing] | None = None) 
     return _Exchange(packings or {}).twin(model, "") if packings or is_quantised(model) else model
 
 
-def names_of_bytes(model: nn.Module) -> set[str]:
-    """The names of the parameters that are bytes of quantised weights."""
-    layers = ((path, module) for path, module in model.named_modules(remove_duplicate=False))
-    return {f"{path}.{name}" for path, module in layers if isinstance(module, QuantisedLinear) for name in module.types}
+def names_of_bytes(model: nn.Module, of_files: bool | None = None) -> set[str]:
+    """The names of the parameters that are bytes of quantised weights. `of_files`: only those that the user's own model
+    has plain, or only those of a library's layers."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, QuantisedLinear) and of_files in (None, module.is_of_files)
+        for name in module.types
+    }
 
 
 def give_back(model: nn.Module) -> None:

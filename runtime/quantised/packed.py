@@ -19,7 +19,7 @@ from .linear_packed import Packing, linear_packed
 class PackedLinear(QuantisedLinear):
     """A linear layer with a packed weight, or the matrices of a layer of experts."""
 
-    has_own_adapters = False
+    is_of_files = True
 
     def __init__(self, was: nn.Module, packing: Packing, bias: nn.Parameter | None = None):
         nn.Module.__init__(self)

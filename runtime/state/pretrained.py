@@ -254,6 +254,8 @@ def _write_config(temporary: Path, model: nn.Module) -> None:
         return
     hf: Any = model
     config = copy.deepcopy(hf.config)
+    if hasattr(config, "quantization_config") and not names_of_bytes(model):
+        del config.quantization_config  # of the files that the weights were unpacked from
     config.dtype = str(hf.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     config.save_pretrained(temporary)

@@ -20,6 +20,7 @@ from ...ir.errors import CheckpointError, PlanError
 from ...ir.precision import MASTER_BYTES
 from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, ties_of, unsaved_buffers
+from ..quantised.linear_packed import Packing
 from ..quantised.model import with_bytes
 from .fresh import FreshValues
 from .quantised import quantised_layers
@@ -123,20 +124,36 @@ class DirectoryWeights(WeightSource):
         return name in self.held
 
 
-def with_bytes_of(model: nn.Module, directory: str | os.PathLike[str] | None) -> nn.Module:
+def with_bytes_of(model: nn.Module, directory: str | os.PathLike[str] | None) -> tuple[nn.Module, str]:
     """The model with bytes in place of quantised weights: those of its own layers, and those of plain layers on the
     meta device that the files of a directory have packed. Quantised layers on the meta device take from the files what
-    these alone know.
+    these alone know. The text says which packed weights become whole; "" where none do.
 
     Raises `CheckpointError` where the files' layers are quantised in another way, or not there as a whole.
     """
     if directory is None:
-        return with_bytes(model)
+        return with_bytes(model), ""
     packings = {name: found.packing for name, found in packed_weights(model, Path(directory)).items()}
     twin = with_bytes(model, packings)
     if any(p.is_meta for _, layer in quantised_layers(twin) for p in layer.parameters()):
         match_names(twin, open_files(Path(directory)), None)
-    return twin
+    return twin, _unpacked_note({name: p for name, p in twin.named_parameters() if name in packings}, packings)
+
+
+def _unpacked_note(whole: Mapping[str, nn.Parameter], packings: Mapping[str, Packing]) -> str:
+    if not whole:
+        return ""
+    largest = max(whole, key=lambda name: whole[name].numel())
+    trained = sum(param.requires_grad for param in whole.values())
+    reasons = [f"{trained} ask for a gradient"] if trained else []
+    if trained < len(whole):
+        reasons.append(f"{len(whole) - trained} are in memory, or of layers that multiply by whole weights only")
+    dtype = str(whole[largest].dtype).removeprefix("torch.")
+    return (
+        f"{len(whole)} weights that are packed in the files ({packings[largest].form}) are unpacked while they are "
+        f"read, stage by stage, into {dtype}: {' and '.join(reasons)}. The largest is {largest} "
+        f"{list(whole[largest].shape)}"
+    )
 
 
 def open_directory(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock.compiler.job.job import Job
+from penstock.errors import CheckpointError, PlanError
 from penstock.runtime.quantised import linear_packed
 from penstock.tests.compiler.job.quantised.models import SGD, STEPS, batch, eager_losses, trained_params
 from penstock.tests.compiler.job.quantised.packed_models import (
@@ -98,3 +104,148 @@ def test_gpt_oss_in_small(tmp_path: Path, micro_batches: int, monkeypatch: pytes
     }
     assert losses == pytest.approx(expected, rel=1e-5)
     require_close(trained, theirs)
+
+
+def test_full_fine_tuning_unpacks_what_it_reads(tmp_path: Path) -> None:
+    """Each weight, when its stage is loaded, into the model's own type; the compiler and the report say so."""
+    packed, saved = tmp_path / "packed", tmp_path / "saved"
+    theirs = unpacked(packed, write_llama(packed, "fp8")).train()
+    expected = eager_losses(theirs)
+    with pytest.warns(UserWarning, match=r"28 weights .*\(fp8-blocks\) are unpacked .* float32: 28 ask for a gradient"):
+        job = compile_job(on_meta(packed).train(), packed)
+    with job:
+        assert "28 ask for a gradient" in job.explain().replace("\n    ", " ")
+        assert [float(job.step(batch(step))) for step in range(STEPS)] == pytest.approx(expected, rel=1e-5)
+        job.save_pretrained(saved)
+    read = AutoModelForCausalLM.from_pretrained(saved)
+    assert not hasattr(read.config, "quantization_config")
+    for name, param in theirs.named_parameters():
+        torch.testing.assert_close(dict(read.named_parameters())[name], param, **EQUAL)
+
+
+@pytest.mark.slow
+def test_full_fine_tuning_of_packed_experts(tmp_path: Path) -> None:
+    theirs = unpacked(tmp_path, write_gpt_oss(tmp_path)).train()
+    expected = eager_losses(theirs)
+    with pytest.warns(UserWarning, match=r"4 weights .*\(mxfp4\) are unpacked .*: 4 ask for a gradient"):
+        job = compile_job(on_meta(tmp_path).train(), tmp_path)
+    with job:
+        assert [float(job.step(batch(step))) for step in range(STEPS)] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_resident_on_ssd_and_compiled(tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    whole = write_gpt_oss(packed)
+    theirs = with_adapters(adapt(unpacked(packed, whole), ATTENTION))
+    expected = eager_losses(theirs)
+    for options in ({"strategy": "gpipe"}, {"strategy": "fuyou", "ssd_dirs": [tmp_path]}, {"compile_stages": True}):
+        model = adapt(on_meta(packed), ATTENTION)
+        with compile_job(model, packed, **options) as job:  # type: ignore[arg-type]
+            losses, trained = train(job, model)
+        assert losses == pytest.approx(expected, rel=1e-5)
+        require_close(trained, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_devices_and_files_written(tmp_path: Path) -> None:
+    """Workers unpack by themselves, and a written job is read back with the same base."""
+    packed, written = tmp_path / "packed", tmp_path / "written"
+    theirs = with_adapters(adapt(unpacked(packed, write_gpt_oss(packed)), ATTENTION))
+    expected, model = eager_losses(theirs), adapt(on_meta(packed), ATTENTION)
+    machine = penstock.Hardware.cpu(2, memory="64MB", dram="1GB")
+    options: dict[str, Any] = {"optimizer": SGD, "micro_batches": 1, "strategy": "gpipe", "weights": packed}
+    with penstock.compile(model, machine, example_inputs=batch(0), **options) as job:
+        job.write(written)
+    with penstock.load(written, adapt(on_meta(packed), ATTENTION)) as again:
+        assert train(again, model)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_no_precision_touches_packed_tensors(tmp_path: Path, precision: str) -> None:
+    theirs = with_adapters(adapt(unpacked(tmp_path, write_llama(tmp_path, "int4"))))
+    expected = eager_losses(theirs, torch.bfloat16 if precision == "bf16-mixed" else None)
+    model = adapt(on_meta(tmp_path))
+    with compile_job(model, tmp_path, precision=precision) as job:
+        losses, _ = train(job, model)
+        params = [p for spec in job.folder.interface.stages.values() for p in spec.params]
+    assert {p.dtype for p in params if "_proj" in p.name and "lora" not in p.name} == {"uint8"}
+    assert losses == pytest.approx(expected, rel=3e-4 if precision == "bf16-mixed" else 2e-2)
+
+
+def test_adapters_are_saved_and_read_back(tmp_path: Path) -> None:
+    """Onto the unpacked model, which the library makes of the same files. Merging is refused."""
+    packed, saved = tmp_path / "packed", tmp_path / "saved"
+    whole = write_llama(packed, "int4")
+    model = adapt(on_meta(packed))
+    with compile_job(model, packed) as job:
+        _, trained = train(job, model)
+        job.save_pretrained(saved)
+        with pytest.raises(PlanError, match=r"merge=True\): .* is quantised, and PEFT rounds"):
+            job.save_pretrained(saved, merge=True)
+        job.sync()
+    for name, tensor in trained.items():
+        assert torch.equal(model.get_parameter(name), tensor), name
+    read = PeftModel.from_pretrained(unpacked(packed, whole), saved).train()  # type: ignore[arg-type]
+    for name, tensor in trained.items():
+        assert torch.equal(dict(read.named_parameters())[name], tensor), name
+
+
+def exchange(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def say(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+UP = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda at: exchange(at, lambda tensors: tensors.pop(f"{UP}_scale_inv")),
+            r"layers\.2\.mlp\.up_proj\.weight' is packed as fp8-blocks .*up_proj\.weight_scale_inv' is missing",
+        ),
+        (
+            lambda at: say(at, weight_block_size=[64, 64]),
+            r"weight_scale_inv' is float32 of shape \[2, 2\] in these files; .*block=\[64, 64\].* has .* \[1, 1\]",
+        ),
+        (lambda at: say(at, quant_method="hqq"), r"quant_method 'hqq' is not read here; known are awq, .*mxfp4"),
+        (
+            lambda at: exchange(at, lambda tensors: tensors.update({UP: tensors[UP].view(torch.int8)})),
+            r"up_proj\.weight' is int8 of shape \[192, 64\] in these files; .*fp8-blocks",
+        ),
+        (
+            lambda at: (at / "config.json").write_text(
+                json.dumps({**json.loads((at / "config.json").read_text()), "quantization_config": None})
+            ),
+            r"is float8_e4m3fn in the files, .* of the model is float32",
+        ),
+    ],
+)
+def test_files_that_do_not_agree_with_their_config(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    write_llama(tmp_path, "fp8")
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=message), compile_job(adapt(on_meta(tmp_path)), tmp_path) as job:
+        job.step(batch(0))
+
+
+def test_adapters_on_packed_experts_are_refused(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    with torch.device("meta"):
+        model = get_peft_model(on_meta(tmp_path), config)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"mlp\.experts has an adapter on gate_up_proj \(target_parameters\)"):
+        compile_job(model, tmp_path)
