@@ -228,7 +228,8 @@ class JobOptions:
 
         if self.precision != "auto":
             return self.precision
-        return PRECISION if self.base is not None else natural_precision(hardware)
+        is_on_base = self.base is not None or (self.adapter is not None and self.named_model().is_published_packed)
+        return PRECISION if is_on_base else natural_precision(hardware)
 
     def profiling(self) -> bool | Path:
         """The argument `profile` of `penstock.compile`."""

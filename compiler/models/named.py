@@ -93,6 +93,11 @@ class NamedModel:
             return self.adapter.describe_on(describe_base(model, self.base), self.head).train()
 
     @property
+    def is_published_packed(self) -> bool:
+        """Whether its own files, whose form is the base where none is named, have packed weights."""
+        return not self.base and bool(packed_config("", self.config))
+
+    @property
     def _packed_config(self) -> dict[str, Any]:
         """Of frozen weights that are planned as files have them; those of a directory say it themselves."""
         return {} if self.weights is not None else packed_config(self.base, self.config)
