@@ -21,7 +21,7 @@ from torch import nn
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
 from ...runtime.quantised.libraries import is_installed
-from ...runtime.state.packed import quantization_config
+from ...runtime.state.quantised import quantization_config
 from .adapters import LoraChoice, peft
 from .bases import (
     PACKED,

@@ -117,7 +117,7 @@ def part_shape(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> T
 class _ShapePacking(Packing):
     """Products by experts' matrices that show their shapes: all matrices are unpacked at once."""
 
-    def grouped(self, rows: Tensor, offsets: Tensor, parts: Sequence[Tensor], *, is_backward: bool) -> Tensor:
+    def multiply_experts(self, rows: Tensor, offsets: Tensor, parts: Sequence[Tensor], *, is_backward: bool) -> Tensor:
         matrices = self.unpack(parts, rows.dtype)
         return grouped_shape(rows, matrices if is_backward else matrices.transpose(-2, -1), offs=offsets)
 
@@ -139,7 +139,7 @@ class _CudaPacking(_CountedPacking):
         return found
 
 
-def packed_by(kind: type[Packing]) -> Callable[..., Tensor]:
+def linear_by(kind: type[Packing]) -> Callable[..., Tensor]:
     """`linear_packed` by a kind of `Packing`."""
 
     def call(input: Tensor, bias: Tensor | None, *parts: Tensor, offsets: Tensor | None = None, **form: Any) -> Tensor:
@@ -172,7 +172,7 @@ def ends(total: int, size: int) -> Iterator[slice]:
 SHAPE_RULES: dict[Any, Any] = {
     grouped_mm: grouped_shape,
     part_product: part_shape,
-    linear_packed: packed_by(_ShapePacking),
+    linear_packed: linear_by(_ShapePacking),
     torch.nn.functional.ctc_loss: ctc_loss,
     chunked_cross_entropy: partial(chunked_cross_entropy, pieces=ends),
     part_statistics: partial(part_statistics, pieces=ends),
@@ -181,7 +181,7 @@ SHAPE_RULES: dict[Any, Any] = {
 STAND_INS: dict[Any, Any] = {
     grouped_mm: grouped_product,
     part_product: part_of_product,
-    linear_packed: packed_by(_CountedPacking),
+    linear_packed: linear_by(_CountedPacking),
     torch.nn.functional.ctc_loss: ctc_loss,
 }
 CUDA_STAND_INS: dict[Any, Any] = {
@@ -192,5 +192,5 @@ CUDA_STAND_INS: dict[Any, Any] = {
     torch.nn.functional.dropout: cuda_dropout,
     linear_4bit: cuda_linear_4bit,
     linear_8bit: cuda_linear_8bit,
-    linear_packed: packed_by(_CudaPacking),
+    linear_packed: linear_by(_CudaPacking),
 }

@@ -65,7 +65,7 @@ class QuantisedLinear(nn.Module):
         """As `take`, on the meta device."""
         self.take({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in types.items()})
 
-    unneeded: tuple[str, ...] = ()  # tensors of it in files that nothing here reads
+    extras: tuple[str, ...] = ()  # tensors of it in files that nothing here reads
 
     def file_key(self, front: str, name: str) -> str:
         """The name in files of one of its tensors; `front`: the layer's, with a dot."""

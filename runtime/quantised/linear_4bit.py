@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
-from .pieces import empty_weight, fake_unpacked, is_on_host, keeps_weights_on, lending, row_pieces
+from .pieces import empty_weight, fake_weight, is_on_host, keeps_weights_on, lending, row_pieces
 from .raw_bytes import tensor_from_bytes
 
 NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
@@ -60,9 +60,9 @@ class Format4bit:
         found, packed = empty_weight(weight, self.shape, dtype), weight.reshape(-1)
         for begin, end in row_pieces(self.shape, self.blocksize * outer):
             first, last = begin * width // self.blocksize, -(-end * width // self.blocksize)
-            of_blocks = absmax[first * absmax_bytes : last * absmax_bytes]
+            expand_blocks = absmax[first * absmax_bytes : last * absmax_bytes]
             outers = None if nested[0] is None else nested[0][first // outer * 4 : -(-last // outer) * 4]
-            state = replace(self, shape=(end - begin, width)).state(of_blocks, (outers, *nested[1:]))
+            state = replace(self, shape=(end - begin, width)).state(expand_blocks, (outers, *nested[1:]))
             found[begin:end] = dequantize(packed[begin * width // 2 : -(-end * width // 2)], state)
         return found
 
@@ -73,9 +73,9 @@ class Format4bit:
             absmax = tensor_from_bytes(absmax, torch.float32)
         else:
             outer = [tensor_from_bytes(part, torch.float32) for part in (nested_absmax, nested_quant_map)]
-            absmax = fake_unpacked([absmax, *outer], absmax.shape, torch.float32)
+            absmax = fake_weight([absmax, *outer], absmax.shape, torch.float32)
             absmax += tensor_from_bytes(nested_offset, torch.float32).reshape(())
-        return fake_unpacked([weight, absmax], self.shape, self.dtype)
+        return fake_weight([weight, absmax], self.shape, self.dtype)
 
 
 def linear_4bit(

@@ -15,7 +15,7 @@ from ..experts.split_experts import join_part, part_offsets, part_rows
 from ..torch_names import FakeTensor, grouped_mm
 from . import pieces
 from .bias import gradient_of_bias
-from .formats.record import Format, Tensors, Types
+from .formats.record import Format, PackedTensors, Types
 from .formats.table import FORMATS
 from .raw_bytes import tensor_from_bytes
 
@@ -50,7 +50,7 @@ class Packing:
             matrices = [self._rows(tensors, slice(0, self.shape[-2])) for tensors in self._matrices(parts)]
             return torch.stack(matrices).view(self.shape).to(dtype)
         if isinstance(parts[0], FakeTensor):
-            return pieces.fake_unpacked(parts, self.shape, dtype)
+            return pieces.fake_weight(parts, self.shape, dtype)
         found = pieces.empty_weight(parts[0], self.shape, dtype)
         for own, tensors in zip(found.view(-1, *self.shape[-2:]), self._matrices(parts)):
             for rows in self.row_pieces(pieces.PIECE if pieces.is_on_host(parts[0]) else GPU_PIECE):
@@ -68,7 +68,7 @@ class Packing:
         step *= max(1, most // max(1, step * columns))
         return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
-    def grouped(self, rows: Tensor, offsets: Tensor, parts: Sequence[Tensor], *, is_backward: bool) -> Tensor:
+    def multiply_experts(self, rows: Tensor, offsets: Tensor, parts: Sequence[Tensor], *, is_backward: bool) -> Tensor:
         """Rows that are sorted by expert, times their experts' matrices, of which a few are unpacked at a time."""
         found: Tensor | None = None
         experts, *matrix = self.shape
@@ -89,10 +89,10 @@ class Packing:
     def product(self, rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
         return grouped_mm(rows, matrices, offs=offsets)
 
-    def _rows(self, tensors: Tensors, rows: slice) -> Tensor:
+    def _rows(self, tensors: PackedTensors, rows: slice) -> Tensor:
         return self.record.unpack(tensors, rows, self.shape[-2:], self.options).to(self.dtype)
 
-    def _matrices(self, parts: Sequence[Tensor]) -> Iterator[Tensors]:
+    def _matrices(self, parts: Sequence[Tensor]) -> Iterator[PackedTensors]:
         """The tensors of each matrix."""
         typed = [tensor_from_bytes(raw, dtype).view(shape) for raw, (shape, dtype) in zip(parts, self.types.values())]
         for one in zip(*typed) if len(self.shape) > 2 else (typed,):
@@ -142,7 +142,7 @@ class _LinearPacked(torch.autograd.Function):
             return F.linear(input, kept, bias)
         ctx.save_for_backward(offsets, *parts)
         if offsets is not None:
-            return packing.grouped(input, offsets, parts, is_backward=False)
+            return packing.multiply_experts(input, offsets, parts, is_backward=False)
         return F.linear(input, packing.unpack(parts, input.dtype), bias)
 
     @staticmethod
@@ -154,7 +154,7 @@ class _LinearPacked(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             offsets, *parts = ctx.saved_tensors
             if offsets is not None:
-                of_input = packing.grouped(grad.contiguous(), offsets, parts, is_backward=True)
+                of_input = packing.multiply_experts(grad.contiguous(), offsets, parts, is_backward=True)
             else:
                 of_input = torch.matmul(grad, packing.unpack(parts, grad.dtype))
         if ctx.needs_input_grad[1]:

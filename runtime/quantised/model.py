@@ -68,7 +68,7 @@ class _Exchange:
         for name, param in module._parameters.items():
             if param is not None and _library_of(param) is not None:
                 return self._layer(module, path, name)
-        packed = self._packed(module, path)
+        packed = self._packed_layer(module, path)
         if packed is not None:
             return packed
         children = {
@@ -83,7 +83,7 @@ class _Exchange:
         twin.__dict__["_modules"] = children
         return twin
 
-    def _packed(self, module: nn.Module, path: str) -> nn.Module | None:
+    def _packed_layer(self, module: nn.Module, path: str) -> nn.Module | None:
         """The layer that stands for one whose frozen weights are packed, if it is one."""
         names = {name: f"{path}.{name}" if path else name for name in module._parameters}
         own = {name: self.packings[whole] for name, whole in names.items() if whole in self.packings}

@@ -36,8 +36,8 @@ class PackedLinear(QuantisedLinear):
         )  # fmt: skip
 
     @property
-    def unneeded(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.packing.record.unneeded
+    def extras(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.packing.record.extras
 
     def file_key(self, front: str, name: str) -> str:
         """The name in files of one of its tensors; `front`: the layer's, with a dot."""

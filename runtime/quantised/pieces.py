@@ -81,7 +81,7 @@ def _(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tens
     return parts[0].new_empty(shape, dtype=dtype)
 
 
-def fake_unpacked(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def fake_weight(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A weight that is unpacked from fake tensors: one call, whichever function unpacks it."""
     unpacked: Tensor = torch.ops.penstock.unpack(list(parts), shape, dtype)
     return unpacked

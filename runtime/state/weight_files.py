@@ -17,8 +17,18 @@ from ...ir.errors import CheckpointError
 from ..model_names import aliases_of, named_tensors, ties_of, unsaved_buffers
 from ..quantised.layers import QuantisedLinear
 from ..quantised.packed import has_matrices_transposed
-from .packed import CONFIG_FILE, PackedPlaces, UnpackedOnRead, find_packed, quantization_config
-from .quantised import UNNEEDED, QuantisedOnRead, StoredBytes, places_in_files, quantised_layers
+from .quantised import (
+    CONFIG_FILE,
+    UNNEEDED,
+    PackedPlaces,
+    QuantisedOnRead,
+    StoredBytes,
+    UnpackedOnRead,
+    packing_in_files,
+    places_in_files,
+    quantised_layers,
+    quantization_config,
+)
 from .stored import Converted, Stored, dtype_of, to_model_names
 from .tensor_file import TensorFile
 from .wrapped import ModelPart, part_by_names, parts_of
@@ -133,7 +143,7 @@ def _packed_of_part(
         module = model.get_submodule(owner)
         param = module._parameters.get(leaf)
         if param is not None and config and not isinstance(module, QuantisedLinear):
-            places[name] = find_packed(config, key, param, found, has_matrices_transposed(module))
+            places[name] = packing_in_files(config, key, param, found, has_matrices_transposed(module))
     return {name: place for name, place in places.items() if place is not None}
 
 
@@ -161,11 +171,11 @@ def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], 
         if f"{path}.{first}" in keys:
             base = keys[f"{path}.{first}"].removesuffix(first)
             places = places_in_files(layer, base, found)
-            unneeded |= {f"{base}{name}" for name in UNNEEDED} | {layer.file_key(base, name) for name in layer.unneeded}
+            unneeded |= {f"{base}{name}" for name in UNNEEDED} | {layer.file_key(base, name) for name in layer.extras}
             where |= {f"{path}.{leaf}": place for leaf, place in places.items()}
     for name, packed in _packed_of_part(model, _config_of(files), found, keys).items():
         where[name] = UnpackedOnRead(packed.require(), tuple(wanted[name].shape))
-        unneeded |= packed.unneeded
+        unneeded |= packed.extras
     for name in [name for name in wanted if name not in where]:
         canonical = ties.get(name, name)
         present = [keys[other] for other in aliases.get(canonical, [name]) if keys.get(other) in found]

@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .record import Format, Options, Shape, Tensors, Types, group_size, nibbles, number_of_groups, over_columns, require
+from .record import (
+    Format,
+    Layout,
+    MatrixShape,
+    PackedTensors,
+    Types,
+    expand_groups,
+    group_size,
+    nibbles,
+    number_of_groups,
+    require,
+)
 
 PACKED = 8  # numbers in 32 bits
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in 32 bits of each of eight rows
@@ -23,7 +34,7 @@ def _read_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"group_size": group_size(config, "group_size" if "group_size" in config else "q_group_size")}
 
 
-def _types(shape: Shape, options: Options) -> Types:
+def _types(shape: MatrixShape, options: Layout) -> Types:
     rows, columns = shape
     groups = number_of_groups(columns, options["group_size"])
     return {
@@ -33,11 +44,11 @@ def _types(shape: Shape, options: Options) -> Types:
     }
 
 
-def _unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
+def _unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     words = slice(rows.start // PACKED, -(-rows.stop // PACKED))
     weight, zeros = _rows(parts["qweight"][:, words]), _rows(parts["qzeros"][:, words])
     scales = parts["scales"][:, rows].t()
-    return (weight - over_columns(zeros, shape[1])) * over_columns(scales, shape[1])
+    return (weight - expand_groups(zeros, shape[1])) * expand_groups(scales, shape[1])
 
 
 def _rows(words: Tensor) -> Tensor:

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from .record import (
     Format,
-    Options,
-    Shape,
-    Tensors,
+    Layout,
+    MatrixShape,
+    PackedTensors,
     Types,
+    expand_blocks,
+    expand_groups,
     group_size,
     nibbles,
     number_of_groups,
-    of_blocks,
-    over_columns,
     require,
 )
 
-UNNEEDED = ("weight_shape", "input_scale", "input_zero_point", "weight_zero_point")
+EXTRAS = ("weight_shape", "input_scale", "input_zero_point", "weight_zero_point")
 
 
 def _read_options(config: Mapping[str, Any], strategies: tuple[str, ...]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _plain_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": kind, **_read_options(config, ("tensor", "channel", "group", "block"))}
 
 
-def _shape_of_scales(shape: Shape, options: Options) -> Shape:
+def _shape_of_scales(shape: MatrixShape, options: Layout) -> MatrixShape:
     rows, columns = shape
     if options["strategy"] == "tensor":
         return (1,)
@@ -60,7 +60,7 @@ def _shape_of_scales(shape: Shape, options: Options) -> Shape:
     return (rows, number_of_groups(columns, options.get("group_size", -1)))
 
 
-def _packed_types(shape: Shape, options: Options) -> Types:
+def _packed_types(shape: MatrixShape, options: Layout) -> Types:
     (rows, columns), bits, scales = shape, options["bits"], _shape_of_scales(shape, options)
     found: Types = {
         "weight_packed": ((rows, -(-columns * bits // 32)), torch.int32),
@@ -71,7 +71,7 @@ def _packed_types(shape: Shape, options: Options) -> Types:
     return found
 
 
-def _plain_types(shape: Shape, options: Options) -> Types:
+def _plain_types(shape: MatrixShape, options: Layout) -> Types:
     dtype, scales = _dtype(options), _shape_of_scales(shape, options)
     found: Types = {"weight": (shape, dtype), "weight_scale": (scales, options.get("scale", torch.bfloat16))}
     if not options["symmetric"]:
@@ -79,30 +79,30 @@ def _plain_types(shape: Shape, options: Options) -> Types:
     return found
 
 
-def _packed_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
+def _packed_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     bits, scales = options["bits"], parts["weight_scale"][rows]
     weight: Tensor = _numbers(parts["weight_packed"][rows], bits)[:, : shape[1]].to(scales.dtype)
     if "weight_zero_point" in parts:
         zeros = _numbers(parts["weight_zero_point"].t(), bits)[:, rows].t()
-        return (weight - over_columns(zeros.to(scales.dtype), shape[1])) * over_columns(scales, shape[1])
-    return weight * over_columns(scales, shape[1])
+        return (weight - expand_groups(zeros.to(scales.dtype), shape[1])) * expand_groups(scales, shape[1])
+    return weight * expand_groups(scales, shape[1])
 
 
-def _plain_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
-    scales = _of_rows(parts["weight_scale"], rows, shape, options)
+def _plain_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
+    scales = _scales_of_rows(parts["weight_scale"], rows, shape, options)
     weight: Tensor = parts["weight"][rows].to(scales.dtype)
     if "weight_zero_point" in parts:
-        weight -= _of_rows(parts["weight_zero_point"].to(scales.dtype), rows, shape, options)
+        weight -= _scales_of_rows(parts["weight_zero_point"].to(scales.dtype), rows, shape, options)
     return weight * scales
 
 
-def _of_rows(scales: Tensor, rows: slice, shape: Shape, options: Options) -> Tensor:
+def _scales_of_rows(scales: Tensor, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     """Scales, or zero points, of these rows, that multiply their columns."""
     if options["strategy"] == "tensor":
         return scales.reshape(1, 1)
     if options["strategy"] == "block":
-        return of_blocks(scales, rows, shape[1], options["block"])
-    return over_columns(scales[rows], shape[1])
+        return expand_blocks(scales, rows, shape[1], options["block"])
+    return expand_groups(scales[rows], shape[1])
 
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
@@ -111,11 +111,11 @@ def _numbers(words: Tensor, bits: int) -> Tensor:
     return small.to(torch.int16) - (1 << bits - 1)
 
 
-def _dtype(options: Options) -> torch.dtype:
+def _dtype(options: Layout) -> torch.dtype:
     return torch.int8 if options["kind"] == "int" else torch.float8_e4m3fn
 
 
-def _row_step(options: Options) -> int:
+def _row_step(options: Layout) -> int:
     return int(options.get("block", [1])[0])
 
 
@@ -126,7 +126,7 @@ INT_PACKED = Format(
     _packed_types,
     _packed_unpack,
     scale="weight_scale",
-    unneeded=UNNEEDED,
+    extras=EXTRAS,
 )
 SCALED = Format(
     "scaled",
@@ -136,5 +136,5 @@ SCALED = Format(
     _plain_unpack,
     scale="weight_scale",
     row_step=_row_step,
-    unneeded=UNNEEDED,
+    extras=EXTRAS,
 )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .record import Format, Options, Shape, Tensors, Types, require
+from .record import Format, Layout, MatrixShape, PackedTensors, Types, require
 
 MX_GROUP, NV_GROUP = 32, 16
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -31,14 +31,14 @@ def _mx_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _mx_types(shape: Shape, options: Options) -> Types:
+def _mx_types(shape: MatrixShape, options: Layout) -> Types:
     rows, columns = shape
     groups = -(-columns // MX_GROUP)
     blocks = (rows, groups, MX_GROUP // 2)
     return {"weight_blocks": (blocks, torch.uint8), "weight_scales": ((rows, groups), torch.uint8)}
 
 
-def _mx_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
+def _mx_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     exponents = parts["weight_scales"][rows].int() - 127
     values = fp4_values(parts["weight_blocks"][rows])
     return torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)[:, : shape[1]]
@@ -51,7 +51,7 @@ def _nv_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _nv_types(shape: Shape, options: Options) -> Types:
+def _nv_types(shape: MatrixShape, options: Layout) -> Types:
     rows, columns = shape
     return {
         "weight_packed": ((rows, -(-columns // 2)), torch.uint8),
@@ -60,7 +60,7 @@ def _nv_types(shape: Shape, options: Options) -> Types:
     }
 
 
-def _nv_unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
+def _nv_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     scales = parts["weight_scale"][rows].to(torch.bfloat16) / parts["weight_global_scale"]
     values = fp4_values(parts["weight_packed"][rows]).view(len(scales), -1, NV_GROUP)
     return (values * scales.unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
@@ -73,5 +73,5 @@ NVFP4 = Format(
     _nv_options,
     _nv_types,
     _nv_unpack,
-    unneeded=("input_global_scale", "input_scale"),
+    extras=("input_global_scale", "input_scale"),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .record import Format, Options, Shape, Tensors, Types, of_blocks
+from .record import Format, Layout, MatrixShape, PackedTensors, Types, expand_blocks
 
 
 def _read_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def _read_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"block": None if block is None else [int(size) for size in block]}
 
 
-def _types(shape: Shape, options: Options) -> Types:
+def _types(shape: MatrixShape, options: Layout) -> Types:
     block = options["block"]
     scales = (1,) if block is None else tuple(-(-size // each) for size, each in zip(shape, block))
     return {
@@ -29,12 +29,12 @@ def _types(shape: Shape, options: Options) -> Types:
     }
 
 
-def _unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
+def _unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     weight, scales = parts["weight"][rows].to(torch.float32), parts["weight_scale_inv"]
     factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.to(torch.float32)
     if options["block"] is None:
         return weight * factors
-    return weight * of_blocks(factors, rows, shape[1], options["block"])
+    return weight * expand_blocks(factors, rows, shape[1], options["block"])
 
 
 FP8_BLOCKS = Format(
@@ -45,5 +45,5 @@ FP8_BLOCKS = Format(
     _unpack,
     scale="weight_scale_inv",
     row_step=lambda options: (options["block"] or [1])[0],
-    unneeded=("activation_scale", "input_scale"),
+    extras=("activation_scale", "input_scale"),
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .record import Format, Options, Shape, Tensors, Types, group_size, nibbles, number_of_groups, require
+from .record import Format, Layout, MatrixShape, PackedTensors, Types, group_size, nibbles, number_of_groups, require
 
 _ONES = {4: 0x11111111, 8: 0x01010101}  # one in each number of 32 bits
 
@@ -28,7 +28,7 @@ def _read_options(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _types(shape: Shape, options: Options) -> Types:
+def _types(shape: MatrixShape, options: Layout) -> Types:
     (rows, columns), bits = shape, options["bits"]
     groups = number_of_groups(columns, options["group_size"])
     return {
@@ -39,7 +39,7 @@ def _types(shape: Shape, options: Options) -> Types:
     }
 
 
-def _unpack(parts: Tensors, rows: slice, shape: Shape, options: Options) -> Tensor:
+def _unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     bits, scales = options["bits"], parts["scales"][:, rows]
     packed = parts["qweight"][:, rows].t().contiguous()
     zeros = parts["qzeros"] + (_ONES[bits] if options["less_one"] else 0)

@@ -1,7 +1,7 @@
 """The record of a format: one way in which files pack the matrices of weights.
 
 A matrix is [rows, columns], as a linear layer has it. The names of its tensors are those that files have for a
-parameter called "weight"; of another parameter, such as "gate_up_proj", its name stands in place of "weight".
+parameter called "weight"; of another parameter, such as "gate_up_proj", its name replaces "weight".
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from torch import Tensor
 
 from ....ir.errors import CheckpointError
 
-Shape = tuple[int, ...]
-Options = Mapping[str, Any]  # plain values, which printed files have
-Tensors = Mapping[str, Tensor]
-Types = dict[str, tuple[Shape, torch.dtype]]
+MatrixShape = tuple[int, ...]
+Layout = Mapping[str, Any]  # plain values, which printed files have
+PackedTensors = Mapping[str, Tensor]
+Types = dict[str, tuple[MatrixShape, torch.dtype]]
 
 
 @dataclass(frozen=True)
 class Format:
     """`methods`: the `quant_method` of config.json that means this format, after a slash with the `format` of
     compressed-tensors. `scale`: the tensor whose type files choose, which is the option "scale". `row_step`: pieces of
-    a matrix begin at multiples of this number of rows. `unneeded`: tensors in files that unpacking does not read."""
+    a matrix begin at multiples of this number of rows. `extras`: tensors in files that unpacking does not read."""
 
     name: str
     methods: tuple[str, ...]
     read_options: Callable[[Mapping[str, Any]], dict[str, Any]]  # of a quantization_config
-    types: Callable[[Shape, Options], Types]
-    unpack: Callable[[Tensors, slice, Shape, Options], Tensor]  # rows, in the type that the library computes in
+    types: Callable[[MatrixShape, Layout], Types]
+    unpack: Callable[
+        [PackedTensors, slice, MatrixShape, Layout], Tensor
+    ]  # rows, in the type that the library computes in
     scale: str = ""
-    row_step: Callable[[Options], int] = lambda options: 1
-    unneeded: tuple[str, ...] = ()
+    row_step: Callable[[Layout], int] = lambda options: 1
+    extras: tuple[str, ...] = ()
 
 
 def require(config: Mapping[str, Any], name: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
@@ -58,13 +60,13 @@ def number_of_groups(columns: int, size: int) -> int:
     return 1 if size == -1 else -(-columns // size)
 
 
-def over_columns(of_groups: Tensor, columns: int) -> Tensor:
-    """What each group of columns shares, [rows, groups], for each column."""
+def expand_groups(of_groups: Tensor, columns: int) -> Tensor:
+    """The number of each column, from those of groups of columns, [rows, groups]."""
     size = -(-columns // of_groups.shape[1])
     return of_groups.repeat_interleave(size, 1)[:, :columns]
 
 
-def of_blocks(scales: Tensor, rows: slice, columns: int, block: Sequence[int]) -> Tensor:
+def expand_blocks(scales: Tensor, rows: slice, columns: int, block: Sequence[int]) -> Tensor:
     """The scale of each element of these rows, from a scale for each block of rows and columns."""
     height, width = block
     first = rows.start // height

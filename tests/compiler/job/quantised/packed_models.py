@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
-from penstock.runtime.quantised.formats.record import Format, Options
+from penstock.runtime.quantised.formats.record import Format, Layout
 from penstock.runtime.quantised.formats.table import format_of
 from penstock.runtime.quantised.packed import key_of
 
 ADAPTED = ["q_proj", "v_proj", "down_proj"]
 
 
-def of_compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
+def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
     return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"0": group}}
 
@@ -30,19 +30,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
     "gptq-8": {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
-    "int4": of_compressed_tensors(
+    "int4": compressed_config(
         "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False
     ),
-    "int8": of_compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel"),
-    "float8": of_compressed_tensors("float-quantized", num_bits=8, type="float", strategy="tensor"),
-    "nvfp4": of_compressed_tensors(
+    "int8": compressed_config("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "float8": compressed_config("float-quantized", num_bits=8, type="float", strategy="tensor"),
+    "nvfp4": compressed_config(
         "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
     ),
 }
 _SIZE = {"mxfp4": 0.05 / 3, "nvfp4": 0.05 / 3, "fp8-blocks": 0.05, "scaled": 0.05, "gptq": 0.01, "awq": 0.01}
 
 
-def random_tensors(record: Format, options: Options, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def random_tensors(record: Format, options: Layout, shape: tuple[int, ...]) -> dict[str, Tensor]:
     """The tensors of a weight of random numbers, about as large as a trained one's."""
     found: dict[str, Tensor] = {}
     for name, (own, dtype) in record.types(shape[-2:], options).items():
@@ -124,7 +124,7 @@ def on_meta(directory: Path, **changes: Any) -> nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), **changes)  # type: ignore[no-any-return]
 
 
-def unpacked(directory: Path, whole: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> nn.Module:
+def plain_model(directory: Path, whole: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model in memory, with plain weights."""
     config = AutoConfig.from_pretrained(directory)
     model: nn.Module = AutoModelForCausalLM.from_config(config).to(dtype)

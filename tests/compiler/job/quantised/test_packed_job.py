@@ -24,7 +24,7 @@ from penstock.tests.compiler.job.quantised.packed_models import (
     adapt,
     adapters,
     on_meta,
-    unpacked,
+    plain_model,
     write_gpt_oss,
     write_llama,
 )
@@ -61,7 +61,7 @@ def require_close(own: dict[str, Tensor], theirs: nn.Module) -> None:
 @pytest.mark.parametrize("kind", slow_but(["fp8", "int4"], CONFIGS))
 def test_steps_are_those_of_the_unpacked_model(tmp_path: Path, kind: str) -> None:
     """Swapped from DRAM: packed bytes arrive before forward and again before backward."""
-    theirs = with_adapters(adapt(unpacked(tmp_path, write_llama(tmp_path, kind))))
+    theirs = with_adapters(adapt(plain_model(tmp_path, write_llama(tmp_path, kind))))
     expected, model = eager_losses(theirs), adapt(on_meta(tmp_path))
     with compile_job(model, tmp_path, "700kB") as job:
         text = job.folder.files[0]
@@ -85,7 +85,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def test_gpt_oss_in_small(tmp_path: Path, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its experts stay in MXFP4; two of them are unpacked at a time."""
     monkeypatch.setattr(linear_packed, "GROUP_BYTES", 2 * 4 * 64 * 192)
-    theirs = with_adapters(adapt(unpacked(tmp_path, write_gpt_oss(tmp_path, layers=3)), ATTENTION))
+    theirs = with_adapters(adapt(plain_model(tmp_path, write_gpt_oss(tmp_path, layers=3)), ATTENTION))
     expected, model = eager_losses(theirs), adapt(on_meta(tmp_path), ATTENTION)
     with compile_job(model, tmp_path, "900kB", micro_batches=micro_batches) as job:
         assert "rt.fetch(" in job.folder.files[0]
@@ -109,7 +109,7 @@ def test_gpt_oss_in_small(tmp_path: Path, micro_batches: int, monkeypatch: pytes
 def test_full_fine_tuning_unpacks_what_it_reads(tmp_path: Path) -> None:
     """Each weight, when its stage is loaded, into the model's own type; the compiler and the report say so."""
     packed, saved = tmp_path / "packed", tmp_path / "saved"
-    theirs = unpacked(packed, write_llama(packed, "fp8")).train()
+    theirs = plain_model(packed, write_llama(packed, "fp8")).train()
     expected = eager_losses(theirs)
     with pytest.warns(UserWarning, match=r"28 weights .*\(fp8-blocks\) are unpacked .* float32: 28 ask for a gradient"):
         job = compile_job(on_meta(packed).train(), packed)
@@ -125,7 +125,7 @@ def test_full_fine_tuning_unpacks_what_it_reads(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_full_fine_tuning_of_packed_experts(tmp_path: Path) -> None:
-    theirs = unpacked(tmp_path, write_gpt_oss(tmp_path)).train()
+    theirs = plain_model(tmp_path, write_gpt_oss(tmp_path)).train()
     expected = eager_losses(theirs)
     with pytest.warns(UserWarning, match=r"4 weights .*\(mxfp4\) are unpacked .*: 4 ask for a gradient"):
         job = compile_job(on_meta(tmp_path).train(), tmp_path)
@@ -137,7 +137,7 @@ def test_full_fine_tuning_of_packed_experts(tmp_path: Path) -> None:
 def test_resident_on_ssd_and_compiled(tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     whole = write_gpt_oss(packed)
-    theirs = with_adapters(adapt(unpacked(packed, whole), ATTENTION))
+    theirs = with_adapters(adapt(plain_model(packed, whole), ATTENTION))
     expected = eager_losses(theirs)
     for options in ({"strategy": "gpipe"}, {"strategy": "fuyou", "ssd_dirs": [tmp_path]}, {"compile_stages": True}):
         model = adapt(on_meta(packed), ATTENTION)
@@ -152,7 +152,7 @@ def test_resident_on_ssd_and_compiled(tmp_path: Path) -> None:
 def test_two_devices_and_files_written(tmp_path: Path) -> None:
     """Workers unpack by themselves, and a written job is read back with the same base."""
     packed, written = tmp_path / "packed", tmp_path / "written"
-    theirs = with_adapters(adapt(unpacked(packed, write_gpt_oss(packed)), ATTENTION))
+    theirs = with_adapters(adapt(plain_model(packed, write_gpt_oss(packed)), ATTENTION))
     expected, model = eager_losses(theirs), adapt(on_meta(packed), ATTENTION)
     machine = penstock.Hardware.cpu(2, memory="64MB", dram="1GB")
     options: dict[str, Any] = {"optimizer": SGD, "micro_batches": 1, "strategy": "gpipe", "weights": packed}
@@ -165,7 +165,7 @@ def test_two_devices_and_files_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_no_precision_touches_packed_tensors(tmp_path: Path, precision: str) -> None:
-    theirs = with_adapters(adapt(unpacked(tmp_path, write_llama(tmp_path, "int4"))))
+    theirs = with_adapters(adapt(plain_model(tmp_path, write_llama(tmp_path, "int4"))))
     expected = eager_losses(theirs, torch.bfloat16 if precision == "bf16-mixed" else None)
     model = adapt(on_meta(tmp_path))
     with compile_job(model, tmp_path, precision=precision) as job:
@@ -188,7 +188,7 @@ def test_adapters_are_saved_and_read_back(tmp_path: Path) -> None:
         job.sync()
     for name, tensor in trained.items():
         assert torch.equal(model.get_parameter(name), tensor), name
-    read = PeftModel.from_pretrained(unpacked(packed, whole), saved).train()  # type: ignore[arg-type]
+    read = PeftModel.from_pretrained(plain_model(packed, whole), saved).train()  # type: ignore[arg-type]
     for name, tensor in trained.items():
         assert torch.equal(dict(read.named_parameters())[name], tensor), name
 

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reduced(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
+def extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     """The least and largest value of each part of a weight that shares a scale."""
     rows, columns = weight.shape
     view = {
@@ -87,11 +87,11 @@ def reduced(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     return (low.unsqueeze(-1), high.unsqueeze(-1)) if str(args.strategy) == "channel" else (low, high)
 
 
-def compressed(form: str, how: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+def compressed_case(form: str, how: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
     args = QuantizationArgs(**how)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     weight = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
-    low, high = reduced(weight, args)
+    low, high = extremes(weight, args)
     state = {"weight": weight}
     if form.startswith("nvfp4"):
         state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
@@ -182,7 +182,7 @@ def main(directory: str, gptqmodel: str) -> None:
     torch.manual_seed(0)
     tensors: dict[str, Tensor] = {}
     configs: dict[str, Any] = {}
-    made = {name: compressed(*case) for name, case in CASES.items()}
+    made = {name: compressed_case(*case) for name, case in CASES.items()}
     for name, (form, how) in CASES.items():
         group = {"targets": ["Linear"], "weights": how}
         configs[name] = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}

@@ -33,13 +33,13 @@ def case(name: str) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
         return json.loads(file.metadata()[name]), tensors, tensors.pop("unpacked")
 
 
-def unpacked(record: Format, options: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int]) -> Iterator:
+def weights_of(record: Format, options: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int]) -> Iterator:
     """The whole weight, and what pieces of it make."""
     options |= {"scale": tensors[record.scale].dtype} if record.scale else {}
     types = record.types(shape, options)
     for key, (wanted, dtype) in types.items():
         assert (tuple(tensors[key].shape) or (1,), tensors[key].dtype) == (wanted, dtype), key
-    assert tensors.keys() - types.keys() <= set(record.unneeded)
+    assert tensors.keys() - types.keys() <= set(record.extras)
     parts = {key: tensors[key] for key in types}
     yield record.unpack(parts, slice(0, shape[0]), shape, options)
     step = record.row_step(options)
@@ -52,7 +52,7 @@ def test_unpacked_as_by_its_library(name: str) -> None:
     config, tensors, expected = case(name)
     found = format_of(config, "layers.0.mlp.up_proj")
     assert found is not None
-    for weight in unpacked(*found, tensors, tuple(expected.shape)):
+    for weight in weights_of(*found, tensors, tuple(expected.shape)):
         assert weight.dtype == expected.dtype and torch.equal(weight, expected)
 
 
@@ -74,7 +74,7 @@ def test_mxfp4_of_gpt_oss(dtype: torch.dtype) -> None:
     expected = convert_moe_packed_tensors(tensors["weight_blocks"], tensors["weight_scales"], dtype=dtype)
     for expert in range(2):
         parts = {name: tensor[expert] for name, tensor in tensors.items()}
-        for weight in unpacked(FORMATS["mxfp4"], {}, parts, (16, 512)):
+        for weight in weights_of(FORMATS["mxfp4"], {}, parts, (16, 512)):
             assert torch.equal(weight.to(dtype).nan_to_num(7), expected[expert].t().nan_to_num(7))
 
 
@@ -90,7 +90,7 @@ def test_fp8_of_deepseek(dtype: torch.dtype, scale: torch.dtype) -> None:
     found = format_of(config, "q_proj")
     assert found is not None
     expected = Fp8Dequantize(None)._dequantize_one(weight, scales, dtype)
-    for own in unpacked(*found, {"weight": weight, "weight_scale_inv": scales}, (96, 64)):
+    for own in weights_of(*found, {"weight": weight, "weight_scale_inv": scales}, (96, 64)):
         assert torch.equal(own.to(dtype), expected)
 
 
@@ -103,7 +103,7 @@ def test_fp8_blocks_at_the_edge_of_a_matrix() -> None:
     expected = torch.stack([
         torch.stack([weight[i, j].float() * scales[i // 8, j // 8] for j in range(20)]) for i in range(36)
     ])  # fmt: skip
-    for own in unpacked(*found, {"weight": weight, "weight_scale_inv": scales}, (36, 20)):
+    for own in weights_of(*found, {"weight": weight, "weight_scale_inv": scales}, (36, 20)):
         assert torch.equal(own, expected)
 
 
