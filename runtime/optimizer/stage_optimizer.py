@@ -92,7 +92,7 @@ class StageOptimizer:
     ):
         self.spec, self.rounding = spec, rounding
         self.lasting = {name: p.detach() for name, p in params.items()}
-        self.params = {name: nn.Parameter(p if rounding is None else _empty_like(p)) for name, p in self.lasting.items()}
+        self.params = {name: nn.Parameter(p if rounding is None else _empty(p)) for name, p in self.lasting.items()}
         self.places: Places = {} if places is None else places
         self.optimizer = spec.build(self.params, without_states=bool(self.places)) if self.params else None
         self.scheduler = spec.build_scheduler(self.optimizer) if self.optimizer else None
@@ -203,7 +203,7 @@ class StageOptimizer:
                 job.weights[name].copy_(self.params[name].detach())
             if self.rounding is not None:
                 self.rounding.store(name, self.params[name].detach(), self.lasting[name], job.draw)
-                self.params[name].data = _empty_like(self.lasting[name])
+                self.params[name].data = _empty(self.lasting[name])
 
     def _step_in_tiles(self, names: list[str], job: _Step) -> None:
         """Step these parameters in one pass over memory: see `tiles`."""
@@ -215,7 +215,7 @@ class StageOptimizer:
                 self.lasting[name].view(-1), job.grads[name].view(-1), name in job.converted,
                 None if low is None else low.view(-1), store,
             )  # fmt: skip
-            param.grad = _empty_like(param, param.dtype)  # the real ones are read by tile
+            param.grad = _empty(param, param.dtype)  # the real ones are read by tile
         with InTiles(work, job.factor, self.workspace.row):
             self._step_these(names)
         for name in names:
@@ -381,7 +381,7 @@ class StageOptimizer:
             row.update({key: rebuilt(key, value, places.get(name, {})) for key, value in row.items()})
             if params is not None:
                 self.lasting[name] = params[name].detach()
-                param.data = self.lasting[name] if self.rounding is None else _empty_like(self.lasting[name])
+                param.data = self.lasting[name] if self.rounding is None else _empty(self.lasting[name])
 
     def state_bytes(self) -> int:
         """Bytes of the states that exist now: none before the first step, for most optimizers."""
@@ -520,7 +520,7 @@ class StageOptimizer:
         return value.detach().to("cpu" if counts else self.device, like.dtype, copy=True)
 
 
-def _empty_like(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def _empty(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor of this shape without memory, for between steps."""
     return torch.zeros((), dtype=dtype, device=weight.device).expand(weight.shape)
 

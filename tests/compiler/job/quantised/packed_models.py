@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from penstock.runtime.quantised.formats.record import Format, Layout
 from penstock.runtime.quantised.formats.table import format_of
@@ -117,6 +117,26 @@ def write_gpt_oss(directory: Path, layers: int = 2) -> dict[str, Tensor]:
     return pack_files(
         directory, {"quant_method": "mxfp4"}, lambda key: key.endswith(("gate_up_proj", "experts.down_proj"))
     )
+
+
+def write_qwen3_moe(directory: Path, kind: str) -> Path:
+    """A mixture with packed experts, one after another in its files; returns a directory of the same unpacked."""
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    packed, plain = directory / "packed", directory / "plain"
+    for each in (packed, plain):
+        AutoModelForCausalLM.from_config(config).save_pretrained(each)
+    whole = pack_files(packed, CONFIGS[kind], lambda key: "_proj" in key)
+    assert any(".experts.3.gate_proj.weight" in key for key in whole)
+    file = plain / "model.safetensors"
+    save_file({**load_file(packed / "model.safetensors"), **whole}, file, {"format": "pt"})
+    tensors = {name: tensor for name, tensor in load_file(file).items() if tensor.dtype == torch.float32}
+    save_file({name: t for name, t in tensors.items() if not name.endswith("_scale_inv")}, file, {"format": "pt"})
+    return plain
 
 
 def on_meta(directory: Path, **changes: Any) -> nn.Module:

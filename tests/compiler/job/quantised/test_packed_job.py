@@ -27,6 +27,7 @@ from penstock.tests.compiler.job.quantised.packed_models import (
     plain_model,
     write_gpt_oss,
     write_llama,
+    write_qwen3_moe,
 )
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -102,6 +103,20 @@ def test_gpt_oss_in_small(tmp_path: Path, micro_batches: int, monkeypatch: pytes
         for name, count in weights.items()
         for part, over in (("blocks", 2), ("scales", 32))
     }
+    assert losses == pytest.approx(expected, rel=1e-5)
+    require_close(trained, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_experts_one_after_another_in_files(tmp_path: Path, kind: str) -> None:
+    """As Qwen3-MoE and DeepSeek-V3 are published: packed tensors are put together as the library does with weights."""
+    plain = AutoModelForCausalLM.from_pretrained(write_qwen3_moe(tmp_path, kind))
+    theirs = with_adapters(adapt(plain, ATTENTION))
+    expected, model = eager_losses(theirs), adapt(on_meta(tmp_path / "packed"), ATTENTION)
+    with compile_job(model, tmp_path / "packed") as job:
+        assert "offsets=" in job.folder.files[0] and "grouped_mm" not in job.folder.files[0]
+        losses, trained = train(job, model)
     assert losses == pytest.approx(expected, rel=1e-5)
     require_close(trained, theirs)
 
