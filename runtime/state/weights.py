@@ -21,7 +21,7 @@ from ...ir.precision import MASTER_BYTES
 from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, ties_of, unsaved_buffers
 from ..quantised.linear_packed import Packing
-from ..quantised.model import with_bytes
+from ..quantised.model import names_of_bytes, with_bytes
 from .fresh import FreshValues
 from .quantised import quantised_layers
 from .stored import refuse_nan
@@ -137,7 +137,8 @@ def with_bytes_of(model: nn.Module, directory: str | os.PathLike[str] | None) ->
     twin = with_bytes(model, packings)
     if any(p.is_meta for _, layer in quantised_layers(twin) for p in layer.parameters()):
         match_names(twin, open_files(Path(directory)), None)
-    return twin, _unpacked_note({name: p for name, p in twin.named_parameters() if name in packings}, packings)
+    whole = packings.keys() - names_of_bytes(twin)
+    return twin, _unpacked_note({name: p for name, p in twin.named_parameters() if name in whole}, packings)
 
 
 def _unpacked_note(whole: Mapping[str, nn.Parameter], packings: Mapping[str, Packing]) -> str:
