@@ -39,9 +39,15 @@ def _mx_types(shape: MatrixShape, options: Layout) -> Types:
 
 
 def _mx_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
-    exponents = parts["weight_scales"][rows].int() - 127
-    values = fp4_values(parts["weight_blocks"][rows])
-    return torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)[:, : shape[1]]
+    scales = parts["weight_scales"][rows].int().unsqueeze(-1)
+    first = scales >> 1
+    values = fp4_values(parts["weight_blocks"][rows]) * _power_of_two(first - 63)
+    return (values * _power_of_two(scales - first - 64)).flatten(-2)[:, : shape[1]]
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """In fp32, of exponents from -126 to 127: exact, as powers and `exp2` are not everywhere."""
+    return ((exponents + 127) << 23).view(torch.float32)
 
 
 def _nv_options(config: Mapping[str, Any]) -> dict[str, Any]:
