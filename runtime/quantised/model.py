@@ -11,7 +11,7 @@ from torch import nn
 from ...ir.errors import PlanError
 from .layers import Linear4bitBytes, Linear8bitBytes, LinearTorchaoBytes, QuantisedLinear
 from .linear_packed import Packing
-from .packed import packed_layer, require_plain_adapter
+from .packed import is_wrapper, packed_layer, wrapper_class
 
 BITSANDBYTES = "bitsandbytes.nn.modules"
 TENSORS = {
@@ -77,8 +77,8 @@ class _Exchange:
         }
         if all(new is module._modules[name] for name, new in children.items()):
             return module
-        require_plain_adapter(module, path)
-        twin = type(module).__new__(type(module))
+        kind: type = wrapper_class(type(module)) if is_wrapper(module) else type(module)
+        twin: nn.Module = kind.__new__(kind)
         twin.__dict__.update(module.__dict__)
         twin.__dict__["_modules"] = children
         return twin

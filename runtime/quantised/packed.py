@@ -5,15 +5,19 @@ A model on the meta device has plain layers; the tensors of a layer are those th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ir.errors import PlanError
+from ..torch_names import grouped_mm
 from .layers import QuantisedLinear, Replaced
 from .linear_packed import Packing, linear_packed
+
+RANKS = 8  # products in groups take rows of multiples of 16 bytes
 
 
 class PackedLinear(QuantisedLinear):
@@ -77,23 +81,32 @@ class PackedExperts(nn.Module):
             self.add_module(name, PackedLinear(was, packing))
         self.apply_gate = Gate(type(was))
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
+        adapters: tuple[PackedWrapper, ...] = (),
+    ) -> Tensor:  # fmt: skip
         chosen = top_k_index.shape[-1]
         experts, order = torch.sort(top_k_index.reshape(-1))
         counts = torch.histc(experts.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
         offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
         rows = hidden_states[order // chosen]
         first = "gate_up_proj" if self.has_gate else "up_proj"
-        inner = self._product(first, rows, offsets, experts)
+        inner = self._product(first, rows, offsets, experts, adapters)
         inner = self.apply_gate(self, inner) if self.has_gate else self.act_fn(inner)
-        rows = self._product("down_proj", inner, offsets, experts) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        rows = self._product("down_proj", inner, offsets, experts, adapters)
+        rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
         sums = rows[back].view(hidden_states.shape[0], chosen, -1).sum(dim=1)
         return sums.to(hidden_states.dtype)
 
-    def _product(self, name: str, rows: Tensor, offsets: Tensor, experts: Tensor) -> Tensor:
+    def _product(
+        self, name: str, rows: Tensor, offsets: Tensor, experts: Tensor, adapters: tuple[PackedWrapper, ...]
+    ) -> Tensor:
         found: Tensor = self.get_submodule(name)(rows, offsets)
+        for adapter in adapters:
+            if adapter.parameter_name == name:
+                found = found + adapter.change(rows, offsets)
         return found + getattr(self, f"{name}_bias")[experts] if self.has_bias else found
 
 
@@ -138,12 +151,43 @@ def has_matrices_transposed(module: Any) -> bool:
     return type(module).__name__ == "Conv1D" or (is_experts(module) and bool(module.is_transposed))
 
 
-def require_plain_adapter(module: nn.Module, path: str) -> None:
-    """Raise `PlanError` for an adapter of PEFT on a parameter (`target_parameters`), which adds to it whole."""
-    if type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
-        name = getattr(module, "parameter_name", "")
-        raise PlanError(
-            f"model: {path} has an adapter on {name} (target_parameters), which is packed: PEFT adds the adapter to "
-            "the whole weight, and here none is unpacked whole. Adapt linear layers (target_modules), or give weights "
-            "that are not quantised"
-        )
+class PackedWrapper(nn.Module):
+    """Stands for PEFT's adapter on a stack of experts' matrices (`target_parameters`) that is packed. PEFT adds the
+    factors' product to the whole stack; here rows are multiplied by the factors of their experts."""
+
+    parameter_name: str
+    num_experts: int
+    base_layer: nn.Module
+
+    def forward(self, *args: Tensor, adapters: tuple[PackedWrapper, ...] = ()) -> Tensor:
+        wrapper: Any = self
+        own = () if wrapper.disable_adapters else (self,)
+        found: Tensor = self.base_layer(*args, adapters=(*adapters, *own))
+        return found
+
+    def change(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """What the active adapters add to the product of rows that are sorted by expert."""
+        wrapper: Any = self
+        changes = [self._change_by(wrapper, name, rows, offsets) for name in wrapper.active_adapters]
+        return sum(changes[1:], changes[0])
+
+    def _change_by(self, wrapper: Any, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+        first, second = (factors[name].weight.to(rows.dtype) for factors in (wrapper.lora_A, wrapper.lora_B))
+        down = first.reshape(self.num_experts, -1, first.shape[-1])
+        up = second.reshape(second.shape[0], -1, self.num_experts).permute(2, 1, 0).contiguous()
+        more = -up.shape[1] % RANKS
+        if more:
+            down, up = F.pad(down, (0, 0, 0, more)), F.pad(up, (0, 0, 0, more))
+        down = down.transpose(-2, -1)
+        return grouped_mm(grouped_mm(rows, down, offs=offsets), up, offs=offsets) * wrapper.scaling[name]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is PEFT's adapter on a parameter."""
+    return type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft.")
+
+
+@functools.cache
+def wrapper_class(was: type) -> type:
+    """PEFT's class, which others look for, with the forward of `PackedWrapper`."""
+    return type(was.__name__, (PackedWrapper, was), {"__module__": was.__module__})

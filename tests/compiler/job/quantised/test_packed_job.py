@@ -258,10 +258,25 @@ def test_files_that_do_not_agree_with_their_config(
         job.step(batch(0))
 
 
-def test_adapters_on_packed_experts_are_refused(tmp_path: Path) -> None:
-    write_gpt_oss(tmp_path)
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+@pytest.mark.slow
+def test_adapters_on_packed_experts(tmp_path: Path) -> None:
+    """LoRA on stacks of matrices (`target_parameters`): PEFT adds it to whole weights, here each product has it beside.
+    It is saved as PEFT reads it."""
+    packed, saved = tmp_path / "packed", tmp_path / "saved"
+    config = LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    plain = plain_model(packed, write_gpt_oss(packed))
+    theirs = with_adapters(get_peft_model(plain, config).train())  # type: ignore[arg-type]
+    expected = eager_losses(theirs)
     with torch.device("meta"):
-        model = get_peft_model(on_meta(tmp_path), config)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"mlp\.experts has an adapter on gate_up_proj \(target_parameters\)"):
-        compile_job(model, tmp_path)
+        model: Any = get_peft_model(on_meta(packed), config).train()  # type: ignore[arg-type]
+    with compile_job(model, packed) as job:
+        losses, trained = train(job, model)
+        job.save_pretrained(saved)
+    assert any(".experts.base_layer.lora_A." in name for name in trained)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    require_close(trained, theirs)
+    read = PeftModel.from_pretrained(plain_model(packed, write_gpt_oss(packed)), saved).train()  # type: ignore[arg-type]
+    for name, tensor in trained.items():
+        assert torch.equal(dict(read.named_parameters())[name], tensor), name
