@@ -77,7 +77,8 @@ class _Exchange:
         }
         if all(new is module._modules[name] for name, new in children.items()):
             return module
-        kind: type = wrapper_class(type(module)) if is_wrapper(module) else type(module)
+        kind: Any = type(module)
+        kind = wrapper_class(kind) if is_wrapper(module) else kind
         twin: nn.Module = kind.__new__(kind)
         twin.__dict__.update(module.__dict__)
         twin.__dict__["_modules"] = children

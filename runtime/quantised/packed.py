@@ -166,7 +166,7 @@ class PackedWrapper(nn.Module):
         return found
 
     def change(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """What the active adapters add to the product of rows that are sorted by expert."""
+        """The sum that the active adapters add to the product of rows that are sorted by expert."""
         wrapper: Any = self
         changes = [self._change_by(wrapper, name, rows, offsets) for name in wrapper.active_adapters]
         return sum(changes[1:], changes[0])
@@ -179,7 +179,8 @@ class PackedWrapper(nn.Module):
         if more:
             down, up = F.pad(down, (0, 0, 0, more)), F.pad(up, (0, 0, 0, more))
         down = down.transpose(-2, -1)
-        return grouped_mm(grouped_mm(rows, down, offs=offsets), up, offs=offsets) * wrapper.scaling[name]
+        found: Tensor = grouped_mm(grouped_mm(rows, down, offs=offsets), up, offs=offsets)
+        return found.mul(wrapper.scaling[name])
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -188,6 +189,6 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 @functools.cache
-def wrapper_class(was: type) -> type:
+def wrapper_class(was: Any) -> Any:
     """PEFT's class, which others look for, with the forward of `PackedWrapper`."""
     return type(was.__name__, (PackedWrapper, was), {"__module__": was.__module__})

@@ -31,12 +31,16 @@ from penstock.tests.compiler.job.quantised.packed_models import (
 )
 from penstock.tests.shown_elsewhere import slow_but
 
+SWAPPED = (
+    "drop-masks, chunk-loss, coarsen, partition-balanced{stages=4}, map-round-robin, schedule-pipeline, insert-remat, "
+    "insert-fetch{swap=true}, insert-optimizer"
+)
 EQUAL: dict[str, float] = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def compile_job(model: nn.Module, directory: Path, memory: str = "64MB", **options: Any) -> Job:
     machine = penstock.Hardware.cpu(1, memory=memory, dram="1GB", ssd="1GB")
-    chosen = {"optimizer": SGD, "micro_batches": 1, "strategy": "mobius", **options}
+    chosen = {"optimizer": SGD, "micro_batches": 1, "strategy": SWAPPED, **options}
     return penstock.compile(model, machine, example_inputs=batch(0), weights=directory, **chosen)
 
 
@@ -59,7 +63,7 @@ def require_close(own: dict[str, Tensor], theirs: nn.Module) -> None:
         torch.testing.assert_close(own[name], param, **EQUAL, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("kind", slow_but(["fp8", "int4"], CONFIGS))
+@pytest.mark.parametrize("kind", slow_but(["int4"], CONFIGS))
 def test_steps_are_those_of_the_unpacked_model(tmp_path: Path, kind: str) -> None:
     """Swapped from DRAM: packed bytes arrive before forward and again before backward."""
     theirs = with_adapters(adapt(plain_model(tmp_path, write_llama(tmp_path, kind))))
@@ -83,7 +87,7 @@ def test_steps_are_those_of_the_unpacked_model(tmp_path: Path, kind: str) -> Non
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", slow_but([2], [1, 2]))
 def test_gpt_oss_in_small(tmp_path: Path, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its experts stay in MXFP4; two of them are unpacked at a time."""
     monkeypatch.setattr(linear_packed, "GROUP_BYTES", 2 * 4 * 64 * 192)
@@ -122,6 +126,7 @@ def test_experts_one_after_another_in_files(tmp_path: Path, kind: str) -> None:
     require_close(trained, theirs)
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_unpacks_what_it_reads(tmp_path: Path) -> None:
     """Each weight, when its stage is loaded, into the model's own type; the compiler and the report say so."""
     packed, saved = tmp_path / "packed", tmp_path / "saved"
@@ -191,6 +196,7 @@ def test_no_precision_touches_packed_tensors(tmp_path: Path, precision: str) -> 
     assert losses == pytest.approx(expected, rel=3e-4 if precision == "bf16-mixed" else 2e-2)
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_and_read_back(tmp_path: Path) -> None:
     """Onto the unpacked model, which the library makes of the same files. Merging is refused."""
     packed, saved = tmp_path / "packed", tmp_path / "saved"
