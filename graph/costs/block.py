@@ -309,6 +309,15 @@ class FakeBlockRun:
         self.times = 1
         yield from last
 
+    @contextmanager
+    def repeat(self, times: int) -> Iterator[None]:
+        """Count each call within this as `times` calls."""
+        self.times = times
+        try:
+            yield
+        finally:
+            self.times = 1
+
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "get_attr":
             owner, _, name = str(node.target).rpartition(".")
@@ -325,6 +334,8 @@ class FakeBlockRun:
             kwargs = {**kwargs, "pieces": self.some_pieces}
         if node.target is linear_float8 and self.cuda:
             kwargs = {**kwargs, "one_call": self.one_call}
+        if node.target is linear_packed and self.cuda:
+            kwargs = {**kwargs, "repeat": self.repeat}
         if node.target in (attend_block, with_gradients):
             kwargs = {**kwargs, "some": self.some_of}
         stand_ins = CUDA_STAND_INS if self.cuda else STAND_INS

@@ -9,7 +9,10 @@ few show the shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -130,12 +133,20 @@ class _CountedPacking(Packing):
         return out
 
 
+def once(times: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
 class _CudaPacking(_CountedPacking):
-    """On a GPU what a piece takes while it is unpacked counts, too."""
+    """On a GPU the calls that unpack a piece count, too, once for each piece."""
+
+    repeat: Callable[[int], AbstractContextManager[None]] = once  # counts what is called within it this often
 
     def unpack(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         found = super().unpack(parts, dtype)
-        self.unpack_piece(parts, GPU_PIECE)
+        with self.repeat(-(-math.prod(self.shape) // min(GPU_PIECE, math.prod(self.shape[-2:])))):
+            self.unpack_piece(parts, GPU_PIECE)
         return found
 
 

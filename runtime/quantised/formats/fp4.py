@@ -20,9 +20,9 @@ _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_HALF, *(-value for value in _HALF))
 
 
-def fp4_values(packed: Tensor) -> Tensor:
-    """The fp32 values of bytes with two each, the low bits first: the last dimension doubles."""
-    values = torch.tensor(VALUES, dtype=torch.float32, device=packed.device)
+def fp4_values(packed: Tensor, dtype: torch.dtype, times: float = 1.0) -> Tensor:
+    """The values of bytes with two each, the low bits first, multiplied by a number: the last dimension doubles."""
+    values = torch.tensor(VALUES, dtype=dtype, device=packed.device) * times
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)
     return F.embedding(packed.int(), pairs).flatten(-2)
 
@@ -39,15 +39,12 @@ def _mx_types(shape: MatrixShape, options: Layout) -> Types:
 
 
 def _mx_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
+    """In bf16, which has all of these values. Powers of two are made of bits, as `exp2` is not exact everywhere; those
+    of fp32 end at 127, so that they are less by two, and values four times as large."""
     scales = parts["weight_scales"][rows].int().unsqueeze(-1)
-    first = scales >> 1
-    values = fp4_values(parts["weight_blocks"][rows]) * _power_of_two(first - 63)
-    return (values * _power_of_two(scales - first - 64)).flatten(-2)[:, : shape[1]]
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """In fp32, of exponents from -126 to 127: exact, as powers and `exp2` are not everywhere."""
-    return ((exponents + 127) << 23).view(torch.float32)
+    factors = torch.where(scales > 2, (scales - 2) << 23, 1 << 20 + scales).view(torch.float32)
+    values = fp4_values(parts["weight_blocks"][rows], torch.bfloat16, 4.0)
+    return torch.mul(values, factors, out=torch.empty_like(values)).flatten(-2)[:, : shape[1]]
 
 
 def _nv_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +65,7 @@ def _nv_types(shape: MatrixShape, options: Layout) -> Types:
 
 def _nv_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     scales = parts["weight_scale"][rows].to(torch.bfloat16) / parts["weight_global_scale"]
-    values = fp4_values(parts["weight_packed"][rows]).view(len(scales), -1, NV_GROUP)
+    values = fp4_values(parts["weight_packed"][rows], torch.float32).view(len(scales), -1, NV_GROUP)
     return (values * scales.unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
 
 
