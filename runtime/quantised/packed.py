@@ -51,7 +51,7 @@ class PackedLinear(QuantisedLinear):
         """The plain layer has no place for packed tensors: it stays as it is."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        super(QuantisedLinear, self)._save_to_state_dict(destination, prefix, keep_vars)
 
 
 class PackedExperts(nn.Module):
