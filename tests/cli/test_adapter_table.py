@@ -37,7 +37,7 @@ def test_what_does_not_fit_says_why() -> None:
     ("more", "words"),
     [
         ({"base": "nf4"}, "--base nf4 without --adapter"),
-        ({"base": "int4", "adapter": "lora"}, "allowed are bf16, int8, nf4"),
+        ({"base": "int3", "adapter": "lora"}, "allowed are bf16, int8, nf4"),
     ],
 )
 def test_a_base_that_is_none_is_named(more: dict[str, str], words: str) -> None:
