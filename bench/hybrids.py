@@ -19,6 +19,7 @@ import re
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,13 @@ def compare(family: str, tokens: int, num_cases: int = MOST_CASES) -> dict[str, 
     except Exception as error:
         return {**found, "outcome": "fails in eager", "detail": _text(error)}
     found["sides"] = max(abs(a - b) / abs(b) for a, b in zip(first["left"][0], first["right"][0]))
+    found.update(compare_cases(start, lambda side: token_batch(tokens, side), num_cases))
+    return {**found, "packed": packed_outcome(start, tokens)} if "apart" in found else found
+
+
+def compare_cases(start: nn.Module, batch_of: Callable[[str], Batch], num_cases: int) -> dict[str, Any]:
+    """The largest difference of all cases, or the first that is refused. `batch_of`: by the side of its padding."""
+    found: dict[str, Any] = {}
     cases = itertools.product(("full", "lora"), ("none", "left", "right"), (1, 2), (1, 2))
     worst, began = 0.0, time.monotonic()
     for kind, side, micro_batches, devices in cases:
@@ -136,19 +144,21 @@ def compare(family: str, tokens: int, num_cases: int = MOST_CASES) -> dict[str, 
         case = f"{kind} {side} M={micro_batches} devices={devices}"
         model = copy.deepcopy(start)
         model = add_adapters(model) if kind == "lora" else model
-        batch = token_batch(tokens, side)
-        wanted = train_eager(copy.deepcopy(model), batch)
+        batch = batch_of(side)
+        try:
+            wanted = train_eager(copy.deepcopy(model), batch)
+        except Exception as error:
+            return {"outcome": "fails in eager", "case": case, "detail": _text(error)}
         try:
             value = difference(train_plan(model, batch, micro_batches, devices), wanted)
         except PenstockError as error:
-            return {**found, "outcome": "refused", "case": case, "detail": _text(error)}
+            return {"outcome": "refused", "case": case, "detail": _text(error)}
         except Exception as error:
-            return {**found, "outcome": "raw error", "case": case, "detail": _text(error)}
+            return {"outcome": "raw error", "case": case, "detail": _text(error)}
         if not value <= worst:
             worst, found["worst_case"] = value, case
     outcome = "equal" if worst <= TOLERANCE else "different"
-    found.update(apart=worst, outcome=outcome, packed=packed_outcome(start, tokens))
-    return {**found, "seconds": time.monotonic() - began}
+    return {**found, "apart": worst, "outcome": outcome, "seconds": time.monotonic() - began}
 
 
 def packed_outcome(model: nn.Module, tokens: int) -> str:
@@ -169,25 +179,33 @@ def _text(error: BaseException) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="an expression found in the names of families")
     parser.add_argument("--tokens", type=int, default=16)
+    args = arguments(parser)
+    for family in FAMILIES:
+        if re.search(args.only, family):
+            show("hybrids", compare(family, args.tokens, args.cases), args.save)
+
+
+def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments of a comparison of families, whose libraries are quiet from now on."""
+    parser.add_argument("--only", default="", help="an expression found in the names of families")
     parser.add_argument(
         "--cases", type=int, choices=(2, 8, MOST_CASES), default=MOST_CASES,
         help="8: padding on the left in full, on the right with LoRA; 2: of these, two micro-batches on two devices",
     )  # fmt: skip
     parser.add_argument("--save", action="store_true")
-    args = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    for family in FAMILIES:
-        if re.search(args.only, family):
-            row = compare(family, args.tokens, args.cases)
-            if args.save:
-                rows.save("hybrids", row)
-            else:
-                print(row, flush=True)
+    return parser.parse_args()
+
+
+def show(bench: str, row: dict[str, Any], is_kept: bool) -> None:
+    if is_kept:
+        rows.save(bench, row)
+    else:
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
