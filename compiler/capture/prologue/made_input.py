@@ -12,21 +12,24 @@ from torch import Tensor
 @dataclass(frozen=True, eq=False)
 class MadeInput:
     """An input of a program that a prologue makes. `dim`: the dimension of its rows, which is the first one of the
-    input; None for a `value` that is the same for all micro-batches, and so no input but a constant. `is_place`: its
-    numbers are places in tensors of a micro-batch, counted from the first row of that."""
+    input; None for a `value` that is the same for all micro-batches, and so no input but a constant. `places`: its
+    numbers are places in tensors of a micro-batch, of which a whole batch has this number; None where each batch shows
+    the number."""
 
     name: str
     dim: int | None = 0
     value: Tensor | None = None
-    is_place: bool = False
+    places: int | None = 0
 
-    def is_made_of(self, whole: Tensor, parts: Sequence[Tensor]) -> bool:
-        """Whether the tensor of a whole batch has the rows of its parts."""
+    def is_made_of(self, whole: Tensor, parts: Sequence[Tensor], total: int) -> bool:
+        """Whether the tensor of a batch has the rows of its parts, of which a whole batch has `total`."""
         if self.dim is None:
             return all(torch.equal(part, whole) for part in parts)
-        if self.is_place and len(parts) > 1 and len(parts[1]) and len(whole) > len(parts[0]):
-            step = whole[len(parts[0])] - parts[1][0]
-            parts = [part + i * step for i, part in enumerate(parts)]
+        of_part: Tensor | int = (self.places or 0) // total
+        if self.places is None and len(parts) > 1 and len(parts[1]) and len(whole) > len(parts[0]):
+            of_part = whole[len(parts[0])] - parts[1][0]
+        if self.places != 0:
+            parts = [part + i * of_part for i, part in enumerate(parts)]
         others = [_other_sizes(tensor, self.dim) for tensor in (whole, *parts)]
         return others.count(others[0]) == len(others) and torch.equal(torch.cat([*parts], self.dim), whole)
 

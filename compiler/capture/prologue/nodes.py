@@ -86,6 +86,12 @@ class PrologueNodes:
         readers = [node for node in graph.nodes if not self.has(node) and node not in dead]
         return [*dict.fromkeys(arg for node in readers for arg in node.all_input_nodes if self.is_made(arg))]
 
+    def number_of_places(self, node: fx.Node) -> int:
+        """The size of the dimensions that all calls of the program index with a node; 0 where one does anything else
+        with it."""
+        sizes = {_indexed_size(user, node) for user in node.users if not self.has(user)}
+        return sizes.pop() if len(sizes) == 1 else 0
+
     def inputs_of(self, operands: Any) -> frozenset[str]:
         """The inputs that tell the values of a call's operands: of those that follow from the batch alone."""
         nodes: list[fx.Node] = []
@@ -103,20 +109,37 @@ class PrologueNodes:
         return frozenset(str(each.target) for each in above if each.op == "placeholder")
 
 
-def find_rows(name: str, node: fx.Node, whole: Tensor, parts: Sequence[Tensor]) -> MadeInput:
-    """The input in place of an output of a prologue, which is this in a whole batch and in its parts. Raises
-    `CaptureError` where the parts do not come to the whole."""
+def find_rows(
+    name: str, node: fx.Node, whole: Tensor, parts: Sequence[Tensor], places: tuple[int, int]
+) -> MadeInput:
+    """The input in place of an output of a prologue, which is this in a whole batch and in its parts. `places`: what
+    `number_of_places` finds in the first part and in the whole batch. Raises `CaptureError` where the parts do not
+    come to the whole."""
     found = [MadeInput(name, dim) for dim in range(whole.dim()) if whole.numel()] + [MadeInput(name, None, whole)]
     base = node.args[0] if node.target is operator.getitem else node
     if isinstance(base, fx.Node) and function_name(base.target) == "nonzero":
-        found.append(MadeInput(name, is_place=True))
+        found.append(MadeInput(name, places=None))
+    if places[0] and places[0] * len(parts) == places[1]:  # no table, which has the same number for each part
+        found.append(MadeInput(name, places=places[1]))
     for each in found:
-        if each.is_made_of(whole, parts):
+        if each.is_made_of(whole, parts, len(parts)):
             return each
     raise CaptureError(
         f"{node.meta['source']}\n  rows of a batch meet in what forward makes here of values that it reads, so that "
         "micro-batches would get other numbers than the whole batch"
     )
+
+
+def _indexed_size(reader: fx.Node, node: fx.Node) -> int:
+    name = function_name(reader.target)
+    if name not in ("getitem", "setitem") or not isinstance(reader.args[0], fx.Node):
+        return 0
+    key = reader.args[1] if isinstance(reader.args[1], tuple) else (reader.args[1],)
+    before = key[: key.index(node)] if node in key else (Ellipsis,)
+    if not all(isinstance(item, (slice, int)) for item in before):
+        return 0
+    size = reader.args[0].meta["val"].shape[len(before)]
+    return size if isinstance(size, int) else 0
 
 
 def require_number(prologue: Sequence[fx.Node], number: int) -> None:

@@ -85,9 +85,11 @@ class Prologue:
         first = self._recording(count)
         require_number(first.prologue, len(whole))
         parts = [self._make(first, _cut(self.example, count, i)) for i in range(count)]
+        places = zip(*([each.recorder.prologue.number_of_places(node) for node in each.prologue]
+                       for each in (first, self._recording(1))))
         return tuple(
-            find_rows(f"prologue_{i}", node, value, list(own))
-            for i, (node, value, *own) in enumerate(zip(first.prologue, whole, *parts))
+            find_rows(f"prologue_{i}", node, value, list(own), of)
+            for i, (node, of, value, *own) in enumerate(zip(first.prologue, places, whole, *parts))
         )
 
     @property
@@ -102,7 +104,7 @@ class Prologue:
         if count > 1 and total % count == 0:
             whole = self._make(self._recording(total // count), batch)
             for each, value, *own in zip(self.inputs, whole, *parts):
-                if not each.is_made_of(value, own):
+                if not each.is_made_of(value, own, total):
                     raise BatchError(
                         f"{each.name}: rows of this batch meet in what forward makes of {self._reads_text}, so that "
                         "micro-batches would get other numbers than the whole batch: compile with micro_batches=1"

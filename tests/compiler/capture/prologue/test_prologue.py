@@ -285,6 +285,39 @@ def test_places_are_those_in_a_micro_batch(micro_batches: int) -> None:
         assert_trains_like_eager(job, [batch_of(0), batch_of(1)])
 
 
+class Ordered(Seeing):
+    """Puts the patches of each image in another order, by places that Python counts over all images, as Qwen2.5-VL
+    does; `table`: they are also looked up, by which micro-batches would differ."""
+
+    table = False
+
+    def order(self, grid: Tensor) -> Tensor:
+        found, first = [], 0
+        for size in grid.prod(-1).tolist():
+            found.append(torch.arange(size).flip(0) + first)
+            first += size
+        return torch.cat(found)
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        order = self.order(batch["grid"])
+        h = self.eyes.inner(batch["pixels"])[order, :].tanh() * torch.arange(len(order)).remainder(PATCHES)[:, None]
+        loss = super().forward(**batch)["loss"] + h[torch.argsort(order)].square().mean()
+        return {"loss": loss + self.embed.weight[order].mean() if self.table else loss}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_places_that_are_counted_over_all_rows(micro_batches: int) -> None:
+    with job_of(Ordered(), micro_batches=micro_batches) as job:
+        assert_trains_like_eager(job, [batch_of(0), batch_of(1)])
+
+
+def test_a_table_of_places_that_are_counted_over_all_rows_is_refused() -> None:
+    model = Ordered()
+    model.table = True
+    with pytest.raises(CaptureError, match="rows of a batch meet"):
+        job_of(model, micro_batches=2)
+
+
 UNEVEN = torch.tensor([[2, 2], [2, 2], [1, 4], [1, 4]])  # the halves have other largest heights
 
 
