@@ -108,6 +108,7 @@ has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key  # 
 dispatch_key_parse = torch._C._dispatch_key_parse  # a dispatch key by name
 dispatch_keyset_full_after = torch._C._dispatch_keyset_full_after  # the keys below one
 include_dispatch_key = torch._C._dispatch_tls_set_dispatch_key_included  # switch a key on, in this thread
+number_of_entries = torch.Tensor._nnz  # of a tensor by coordinates
 storage_of_weak_ptr = torch.UntypedStorage._new_with_weak_ptr  # a storage by what does not keep it
 
 # Attributes that are replaced for a while: the owner and the attribute's name.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....runtime.torch_names import number_of_entries
 from .fixed_sizes import Caller
 
 NO_COORDINATES = object()
@@ -32,7 +33,9 @@ class Coordinates:
             return call(torch.mm, *args)
         if func is Tensor.coalesce:
             return args[0]
-        return call(Tensor.size, self._indices[id(args[0])][0], 1) if func is Tensor._nnz else NO_COORDINATES
+        if func is number_of_entries:
+            return call(Tensor.size, self._indices[id(args[0])][0], 1)
+        return NO_COORDINATES
 
     def _make(self, indices: Any, values: Any, size: Any = None, *, call: Caller, dtype: Any = None, **_: Any) -> Any:
         if size is None or not isinstance(indices, Tensor) or not isinstance(values, Tensor):
