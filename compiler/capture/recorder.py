@@ -382,6 +382,8 @@ class Recorder(GraphWriter):
 
     def answer(self, call: RecordedCall, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The answer to a query of a tensor."""
+        if call.target == "dtype" and (plain := self._plain_dtype(args[0])) is not None:
+            return plain
         if self.rows is None:
             return _tensor_text(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
         args, kwargs = tuple(map(settle, args)), {name: settle(value) for name, value in kwargs.items()}
@@ -392,6 +394,16 @@ class Recorder(GraphWriter):
                 settle(each)
             return _tensor_text(args[0])
         return self.rows.answer(call.target, func, node, args[1:], kwargs, self.run(func, args, kwargs))
+
+    def _plain_dtype(self, tensor: torch.Tensor) -> torch.dtype | None:
+        """The type of a weight that files alone have packed, which is plain in the user's model: forward may cast to
+        it. None for other tensors."""
+        name = next((name for name in self.held.names.get(id(tensor), ()) if name in self.held.packed), "")
+        layer: Any = self.held.modules.get(name.rpartition(".")[0]) if name else None
+        if layer is None or not layer.is_of_files or name.rpartition(".")[2] != "weight":
+            return None
+        own: torch.dtype = layer.packing.dtype
+        return self.held.options.param_dtype or own
 
     def _note_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> None:
         """Note where forward trains a parameter from now on, or no longer, until it sets that back, as PEFT does around

@@ -67,7 +67,7 @@ class BatchForm:
             return batch
         first = take_rows(batch, 0, 1)
         found = {name: torch.cat([value, *[first[name]] * missing]) for name, value in batch.items()}
-        found["labels"][-missing:] = IGNORED
+        found["labels"][-missing * len(first["labels"]) :] = IGNORED
         return found
 
 

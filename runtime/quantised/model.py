@@ -11,7 +11,7 @@ from torch import nn
 from ...ir.errors import PlanError
 from .layers import Linear4bitBytes, Linear8bitBytes, LinearTorchaoBytes, QuantisedLinear
 from .linear_packed import Packing
-from .packed import is_wrapper, packed_layer, wrapper_class
+from .packed import is_wrapper, packed_layer, require_packed_experts, wrapper_class
 
 BITSANDBYTES = "bitsandbytes.nn.modules"
 TENSORS = {
@@ -78,7 +78,9 @@ class _Exchange:
         if all(new is module._modules[name] for name, new in children.items()):
             return module
         kind: Any = type(module)
-        kind = wrapper_class(kind) if is_wrapper(module) else kind
+        if is_wrapper(module):
+            require_packed_experts(children["base_layer"], path)
+            kind = wrapper_class(kind)
         twin: nn.Module = kind.__new__(kind)
         twin.__dict__.update(module.__dict__)
         twin.__dict__["_modules"] = children

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ir.errors import PlanError
 from ..torch_names import grouped_mm
 from .layers import QuantisedLinear, Replaced
 from .linear_packed import Packing, linear_packed
@@ -186,6 +187,17 @@ class PackedWrapper(nn.Module):
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it is PEFT's adapter on a parameter."""
     return type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft.")
+
+
+def require_packed_experts(module: Any, path: str) -> None:
+    """Raise `PlanError` for such an adapter around anything else."""
+    while is_wrapper(module):
+        module = module.base_layer
+    if not isinstance(module, PackedExperts):
+        raise PlanError(
+            f"model: target_parameters of {path}, a {type(module).__name__}, on weights that files have packed; "
+            "allowed are stacks of experts' matrices: name linear layers in target_modules"
+        )
 
 
 @functools.cache

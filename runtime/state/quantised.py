@@ -68,7 +68,19 @@ class PackedPlaces:
                     f"{key!r} is {found} in these files; with the quantization_config in {CONFIG_FILE} "
                     f"({_options(self.packing)}) a weight of shape {list(self.packing.shape)} has {wanted}"
                 )
+        self._require_whole_blocks()
         return self
+
+    def _require_whole_blocks(self) -> None:
+        """Raise `CheckpointError` where a matrix is joined or cut inside of a block of rows."""
+        weight, step = next(iter(self.places.values())), self.packing.record.row_step(self.packing.options)
+        for _, stored in weight.rows if isinstance(weight, Converted) else ():
+            own, whole = stored.shape[-2], weight.shape[-2]
+            if own != whole and (own % step or whole % step):
+                raise CheckpointError(
+                    f"{self.key!r} has {whole} rows, and {stored.key!r} in these files {own}, which are no multiples "
+                    f"of the {step} rows of a block of {self.packing.form}: give weights that are not quantised"
+                )
 
 
 @dataclass(frozen=True)
@@ -276,9 +288,10 @@ def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[st
             "has quantised (save_pretrained of such a model), or the model loaded, instead of one on the meta device"
         )
     shape = layer.shape[::-1] if quantiser.is_transposed else layer.shape
-    if whole.shape != shape or not dtype_of(whole).is_floating_point:
+    dtype = dtype_of(whole)
+    if whole.shape != shape or not dtype.is_floating_point or dtype.itemsize == 1:  # floats of 8 bits have scales
         raise CheckpointError(
-            f"{front}weight has shape {list(whole.shape)} and type {str(dtype_of(whole))[6:]} in these files; the "
+            f"{front}weight has shape {list(whole.shape)} and type {str(dtype)[6:]} in these files; the "
             f"model quantises weights of shape {list(shape)} that are not quantised yet"
         )
     reading = QuantisingRead(whole, quantiser, layer.shape)

@@ -47,8 +47,8 @@ def _types(shape: MatrixShape, options: Layout) -> Types:
 def _unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
     words = slice(rows.start // PACKED, -(-rows.stop // PACKED))
     weight, zeros = _rows(parts["qweight"][:, words]), _rows(parts["qzeros"][:, words])
-    scales = parts["scales"][:, rows].t()
-    return (weight - expand_groups(zeros, shape[1])) * expand_groups(scales, shape[1])
+    scales, size = parts["scales"][:, rows].t(), options["group_size"]
+    return (weight - expand_groups(zeros, shape[1], size)) * expand_groups(scales, shape[1], size)
 
 
 def _rows(words: Tensor) -> Tensor:

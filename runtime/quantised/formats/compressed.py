@@ -30,6 +30,7 @@ EXTRAS = ("weight_shape", "input_scale", "input_zero_point", "weight_zero_point"
 
 
 def _read_options(config: Mapping[str, Any], strategies: tuple[str, ...]) -> dict[str, Any]:
+    require(config, "actorder", (None, False, "static", "weight"))  # others have an index beside
     strategy = require(config, "strategy", strategies)
     found = {"strategy": strategy, "symmetric": bool(config.get("symmetric", True))}
     if strategy == "group":
@@ -41,7 +42,6 @@ def _read_options(config: Mapping[str, Any], strategies: tuple[str, ...]) -> dic
 
 def _packed_options(config: Mapping[str, Any]) -> dict[str, Any]:
     require(config, "type", ("int",), "int")
-    require(config, "actorder", (None, False, "static", "weight"))  # others have an index beside
     return {"bits": require(config, "num_bits", (4, 8)), **_read_options(config, ("group", "channel"))}
 
 
@@ -80,12 +80,12 @@ def _plain_types(shape: MatrixShape, options: Layout) -> Types:
 
 
 def _packed_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
-    bits, scales = options["bits"], parts["weight_scale"][rows]
+    bits, scales, size = options["bits"], parts["weight_scale"][rows], options.get("group_size", -1)
     weight: Tensor = _numbers(parts["weight_packed"][rows], bits)[:, : shape[1]].to(scales.dtype)
     if "weight_zero_point" in parts:
         zeros = _numbers(parts["weight_zero_point"].t(), bits)[:, rows].t()
-        return (weight - expand_groups(zeros.to(scales.dtype), shape[1])) * expand_groups(scales, shape[1])
-    return weight * expand_groups(scales, shape[1])
+        return (weight - expand_groups(zeros.to(scales.dtype), shape[1], size)) * expand_groups(scales, shape[1], size)
+    return weight * expand_groups(scales, shape[1], size)
 
 
 def _plain_unpack(parts: PackedTensors, rows: slice, shape: MatrixShape, options: Layout) -> Tensor:
@@ -102,7 +102,7 @@ def _scales_of_rows(scales: Tensor, rows: slice, shape: MatrixShape, options: La
         return scales.reshape(1, 1)
     if options["strategy"] == "block":
         return expand_blocks(scales, rows, shape[1], options["block"])
-    return expand_groups(scales[rows], shape[1])
+    return expand_groups(scales[rows], shape[1], options.get("group_size", -1))
 
 
 def _numbers(words: Tensor, bits: int) -> Tensor:

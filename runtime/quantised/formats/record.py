@@ -60,10 +60,9 @@ def number_of_groups(columns: int, size: int) -> int:
     return 1 if size == -1 else -(-columns // size)
 
 
-def expand_groups(of_groups: Tensor, columns: int) -> Tensor:
-    """The number of each column, from those of groups of columns, [rows, groups]."""
-    size = -(-columns // of_groups.shape[1])
-    return of_groups.repeat_interleave(size, 1)[:, :columns]
+def expand_groups(of_groups: Tensor, columns: int, size: int) -> Tensor:
+    """The number of each column, from those of groups of `size` columns, [rows, groups]; -1: all."""
+    return of_groups.repeat_interleave(columns if size == -1 else size, 1)[:, :columns]
 
 
 def expand_blocks(scales: Tensor, rows: slice, columns: int, block: Sequence[int]) -> Tensor:

@@ -27,6 +27,11 @@ def format_of(config: Mapping[str, Any], layer: str) -> tuple[Format, dict[str, 
         group = _group(config, layer)
         if group is None:
             return None
+        if (config.get("transform_config") or {}).get("config_groups"):
+            raise CheckpointError(
+                "quantization_config: transform_config rotates inputs of layers, which is not done here; give weights "
+                "without it, or weights that are not quantised"
+            )
         form = str(group.get("format") or config.get("format") or "")
         method, config = f"{method}/{form}", group.get("weights") or {}
     record = METHODS.get(method)

@@ -10,7 +10,7 @@ import torch
 from transformers import BertForSequenceClassification, EarlyStoppingCallback, Seq2SeqTrainer, Trainer
 
 from penstock.integrations.transformers import PenstockSeq2SeqTrainer, PenstockTrainer
-from penstock.integrations.transformers.batches import longest_rows
+from penstock.integrations.transformers.batches import BatchForm, longest_rows
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
     both,
@@ -134,3 +134,10 @@ def test_longest_rows_of_tables_are_found_without_their_rows(monkeypatch):
     monkeypatch.setattr(Dataset, "__getitem__", None)
     assert longest_rows([large]) == expected
     assert longest_rows([table, None, [{"input_ids": [1] * 8}]]) == {**expected, "input_ids": 8}
+
+
+def test_no_label_of_a_row_that_fills_up_counts():
+    batch = {"input_ids": torch.arange(6).view(3, 2), "labels": torch.arange(6)}
+    filled = BatchForm(4, {}).fill(batch)
+    assert filled["labels"].tolist() == [0, 1, 2, 3, 4, 5, -100, -100]
+    assert filled["input_ids"][-1].tolist() == [0, 1]

@@ -72,3 +72,11 @@ def test_a_weight_of_another_shape(tmp_path: Path, whole: dict[str, Tensor]) -> 
     save_file(whole, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"2\.weight has shape \[32, 64\] and type float32 .* \[64, 64\]"):
         open_directory(tmp_path, with_bytes(layers()))
+
+
+def test_a_weight_that_files_have_in_8_bits_is_not_packed_again(tmp_path: Path, whole: dict[str, Tensor]) -> None:
+    """Its scales would be lost."""
+    whole["2.weight"] = whole["2.weight"].to(torch.float8_e4m3fn)
+    save_file(whole, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"2\.weight has shape .* and type float8_e4m3fn .* not quantised yet"):
+        open_directory(tmp_path, with_bytes(layers()))

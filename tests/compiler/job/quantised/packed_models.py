@@ -119,10 +119,10 @@ def write_gpt_oss(directory: Path, layers: int = 2) -> dict[str, Tensor]:
     )
 
 
-def write_qwen3_moe(directory: Path, kind: str) -> Path:
+def write_qwen3_moe(directory: Path, kind: str, width: int = 64) -> Path:
     """A mixture with packed experts, one after another in its files; returns a directory of the same unpacked."""
     config = Qwen3MoeConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=64, num_hidden_layers=2,
+        vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=width, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=64,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import penstock
 from penstock.compiler.job.job import Job
@@ -84,6 +85,32 @@ def test_steps_are_those_of_the_unpacked_model(tmp_path: Path, kind: str) -> Non
     require_close(trained, theirs)
 
 
+def test_the_type_of_a_packed_weight_is_that_of_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward casts to it, as T5's does."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        found: Tensor = self.down_proj(h.to(self.down_proj.weight.dtype))
+        return found
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    theirs = with_adapters(adapt(plain_model(tmp_path, write_llama(tmp_path, "fp8"))))
+    expected, model = eager_losses(theirs), adapt(on_meta(tmp_path))
+    with compile_job(model, tmp_path, strategy="balanced") as job:
+        losses, trained = train(job, model)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    require_close(trained, theirs)
+
+
+def test_parameters_of_packed_linear_layers_take_no_adapter(tmp_path: Path) -> None:
+    write_llama(tmp_path, "int4")
+    lora = LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"])
+    with torch.device("meta"):
+        model = get_peft_model(on_meta(tmp_path), lora)
+    with pytest.raises(PlanError, match=r"target_parameters of .*q_proj.*target_modules"):
+        compile_job(model, tmp_path)
+
+
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -124,6 +151,13 @@ def test_experts_one_after_another_in_files(tmp_path: Path, kind: str) -> None:
         losses, trained = train(job, model)
     assert losses == pytest.approx(expected, rel=1e-5)
     require_close(trained, theirs)
+
+
+def test_experts_that_end_inside_of_a_block_are_refused(tmp_path: Path) -> None:
+    """Two matrices of 56 rows are joined, whose last blocks of 32 rows have a scale each."""
+    write_qwen3_moe(tmp_path, "fp8", width=56)
+    with pytest.raises(CheckpointError, match=r"has 112 rows, and .* 56, which are no multiples of the 32 rows"):
+        compile_job(adapt(on_meta(tmp_path / "packed"), ATTENTION), tmp_path / "packed")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.runtime.quantised.formats.record import Format
 from penstock.runtime.quantised.formats.table import FORMATS, METHODS, format_of
+from penstock.tests.compiler.job.quantised.packed_models import compressed_config
 
 MADE = Path(__file__).with_name("library_files.safetensors")
 
@@ -114,11 +115,33 @@ def test_fp8_blocks_at_the_edge_of_a_matrix() -> None:
         ({"quant_method": "gptq", "bits": 3}, r"bits is 3; read here are 4, 8"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; read here are 'gemm'"),
+        (
+            compressed_config("int-quantized", num_bits=8, type="int", strategy="group", actorder="group"),
+            "actorder is 'group'",
+        ),
+        (
+            {
+                **compressed_config("int-quantized", num_bits=8, type="int", strategy="channel"),
+                "transform_config": {"config_groups": {"u": {}}},
+            },
+            "rotates inputs of layers",
+        ),
     ],
 )
 def test_what_is_not_read_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         format_of(config, "q_proj")
+
+
+def test_a_last_group_may_have_fewer_columns() -> None:
+    numbers, scales = torch.randint(-128, 128, (4, 80)).to(torch.int8), torch.rand(4, 3) + 0.5
+    config = compressed_config("int-quantized", num_bits=8, type="int", strategy="group", group_size=32)
+    found = format_of(config, "q_proj")
+    assert found is not None
+    parts = {"weight": numbers, "weight_scale": scales}
+    expected = numbers.float() * torch.stack([scales[:, j // 32] for j in range(80)], 1)
+    record, options = found
+    assert torch.equal(record.unpack(parts, slice(0, 4), (4, 80), {**options, "scale": torch.float32}), expected)
 
 
 def test_layers_of_compressed_tensors_have_the_group_that_names_them() -> None:
