@@ -129,9 +129,16 @@ class _Comparison:
         loss = self.graph.loss
         counter = BatchCounts(loss.rules, loss.counts, loss.divisors, loss_weight=self.request.loss_weight)
         try:
-            return counter.inputs(counter.count(self.batch, program_inputs(flatten(self.model, self.batch)[0]), 1))
+            return counter.inputs(counter.count(self.batch, self._inputs(self.batch), 1))
         except BatchError as error:
             raise _NotCompared(str(error)) from None
+
+    def _inputs(self, batch: Any) -> dict[str, Tensor]:
+        """The batch's tensors, with what a prologue makes of it."""
+        prologue = self.request.prologue
+        return program_inputs(
+            flatten(self.model, batch if prologue is None else prologue.add(batch, 1, self.count))[0]
+        )
 
     def run(self) -> str:
         proxies = _Proxies(set(self.graph.changes))
@@ -203,9 +210,7 @@ class _Comparison:
             for name, change in self.graph.changes.items():
                 params[name].copy_(call_hooks(change.calls, params[name]))
         module = build_module(self.model, self.graph.graph, self.graph.unregistered_tensors)
-        prologue = self.request.prologue
-        given = flatten(self.model, batch if prologue is None else prologue.add(batch, 1, self.count))[0]
-        leaves = program_inputs(given) | self.counts
+        leaves = self._inputs(batch) | self.counts
         draws = Draws("the op graph", module, self.device)
         with draws.seed_draws(self._seed):
             outputs = _Watched(module, draws, seen, {node.name for node in nodes}).run(

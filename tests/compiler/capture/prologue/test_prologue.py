@@ -285,6 +285,20 @@ def test_places_are_those_in_a_micro_batch(micro_batches: int) -> None:
         assert_trains_like_eager(job, [batch_of(0), batch_of(1)])
 
 
+class Chosen(Seeing):
+    """Takes the loss of the tokens that have a label, as Granite Speech does."""
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        kept = batch["labels"] != -100
+        logits, labels = super().forward(**batch)["logits"][kept], batch["labels"][kept]
+        return {"loss": F.cross_entropy(logits, labels)}
+
+
+def test_targets_that_a_prologue_makes_are_counted() -> None:
+    with job_of(Chosen(), micro_batches=1) as job:
+        assert_trains_like_eager(job, [batch_of(0), batch_of(1)])
+
+
 class Ordered(Seeing):
     """Puts the patches of each image in another order, by places that Python counts over all images, as Qwen2.5-VL
     does; `table`: they are also looked up, by which micro-batches would differ."""
