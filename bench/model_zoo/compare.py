@@ -130,6 +130,9 @@ def build(model: ModelClass, widths: str = "small") -> nn.Module:
         raise ValueError(f"{size:,} parameters with the sizes that were kept")
     torch.manual_seed(0)
     net: nn.Module = model.cls(config).float().train()
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):  # of a head, whose probability no field of the configuration states
+            module.p = 0.0
     draw_vectors(net)
     return net
 
