@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from ..codegen.imports import Imports
-from ..graph.follow.coupling import coupled_miss
+from ..graph.follow.coupling import coupled_miss, fact_lines
 from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ..graph.tables.picked_rows import PickRules, picked_rows
 from ..ir.errors import DoesNotFit, PassError
@@ -109,12 +109,10 @@ def compile(
         ).settle()  # fmt: skip
         request, graphs, wishes, rows, result = _find(request)
         best = result.best
-        folder, trust = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
-        if has_positions(request.batch.shape.leaves) and not request.batch.documents:
-            folder.settings.one_document = open_border(graphs(best.count))
+        folder, trust = _folder(request, graphs, result, rows)
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
-    _tell(request, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model), request.unpacked])])
+    _tell(request, [*best.draft.graph.notes, unquantised_note(request.model), request.unpacked, _coupled(folder)])
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
         replanner=Replanner(
@@ -234,11 +232,19 @@ def _picks(graphs: Graphs, shape: BatchShape, result: SearchResult) -> tuple[fx.
     return picked_rows(graphs(shape.entries(name, shape.size) // value.shape[0]))
 
 
-def _folder(
-    request: Request, result: SearchResult, rows: RowFacts, picks: tuple[fx.GraphModule | None, PickRules]
-) -> tuple[Folder, Trust]:
+def _coupled(folder: Folder) -> str:
+    """The lines about rows that meet where several micro-batches part them; "" for none."""
+    interface, facts = folder.interface, folder.settings.rows
+    total = interface.micro_batches_of_update
+    lines = fact_lines(facts, total, interface.asynchronous) if facts.couplings and total > 1 else ()
+    return "\n".join(lines)
+
+
+def _folder(request: Request, graphs: Graphs, result: SearchResult, rows: RowFacts) -> tuple[Folder, Trust]:
     """The files of the job, and trust in the user's own code in them."""
     best, shape = result.best, request.batch.shape
+    picks = _picks(graphs, shape, result)
+    may_be_packed = has_positions(shape.leaves) and not request.batch.documents
     draft, loss = best.draft, best.draft.graph.loss
     strategy = request.strategy if request.given_plan is None else request.given_plan.strategy
     plan = make_plan(result, _model_name(request.model), strategy)
@@ -261,6 +267,7 @@ def _folder(
         counts=loss.rules,
         picks=picks[1],
         rows=rows,
+        one_document=open_border(graphs(best.count)) if may_be_packed else "",
         sizes=request.batch.sizes,
         reads=[] if request.prologue is None else sorted(request.prologue.reads),
     )
@@ -289,5 +296,5 @@ def _tell(request: Request, notes: Sequence[str]) -> None:
             "its rows, in order",
             stacklevel=4,
         )
-    for note in notes:
+    for note in filter(None, notes):
         warnings.warn(note, stacklevel=4)

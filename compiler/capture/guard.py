@@ -290,8 +290,8 @@ def replace_functions(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _function_of_thread(owner: Any, name: str, new: Any, old: Any, over: Event) -> Any:
-    """A function, or a class's method, that is `new` in the calling thread and `old` in others; once it is over, what
-    the owner has."""
+    """A function, or a class's method, that is `new` in the calling thread and `old` in others. After `over` it calls
+    the owner's function of that name."""
     thread = get_ident()
 
     def choose() -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...ir.errors import PlanError
-from ...runtime.quantised.formats.table import METHODS, format_of
+from ...runtime.quantised.formats.table import METHODS, format_of, is_ignored
 from ...runtime.quantised.layers import Linear4bitBytes, Linear8bitBytes, QuantisedLinear
 from ...runtime.quantised.libraries import bitsandbytes
 from ...runtime.quantised.linear_packed import Packing
@@ -107,6 +107,8 @@ def packed_config(base: str, config: Any) -> dict[str, Any]:
 def on_packed_base(model: nn.Module, config: Mapping[str, Any], name: str, heads: Collection[nn.Module]) -> nn.Module:
     """A model on meta with packed bytes in place of the frozen weights of linear layers and experts; the modules of
     heads stay as they are. Raises `PlanError` where there are no such weights."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
     packings: dict[str, Packing] = {}
     for path, module in model.named_modules():
         has_experts = is_experts(module)
@@ -114,10 +116,13 @@ def on_packed_base(model: nn.Module, config: Mapping[str, Any], name: str, heads
             continue
         if config["quant_method"] in OF_EXPERTS and not has_experts:
             continue
+        plain = path.removeprefix("base_model.model.").removesuffix(".base_layer")  # without PEFT
+        if is_ignored(config, plain) or not should_convert_module(plain, config.get("modules_to_not_convert")):
+            continue
         for leaf, param in module._parameters.items():
             if param is None or param.requires_grad or param.dim() != (3 if has_experts else 2):
                 continue
-            chosen = format_of(config, path)
+            chosen = format_of(config, plain)
             if chosen is not None:
                 shape = tuple(param.transpose(-2, -1).shape if has_matrices_transposed(module) else param.shape)
                 packings[f"{path}.{leaf}"] = Packing(chosen[0].name, shape, torch.bfloat16, chosen[1])

@@ -20,10 +20,12 @@ from torch import nn
 
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
+from ...runtime.quantised.formats.table import form_of
 from ...runtime.quantised.libraries import is_installed
-from ...runtime.state.quantised import quantization_config
+from ...runtime.state.quantised import LIBRARIES, quantization_config
 from .adapters import LoraChoice, peft
 from .bases import (
+    BASES,
     PACKED,
     QUANTISED,
     describe_base,
@@ -64,11 +66,28 @@ class NamedModel:
     @property
     def weights(self) -> Path | None:
         """The directory, if it holds weights, and where the base is one that files have, in that form."""
-        if self.directory is None or not any(self.directory.glob("*.safetensors")):
-            return None
-        wanted = PACKED.get(self.base, {}).get("quant_method")
-        is_other = wanted and quantization_config(self.directory).get("quant_method") != wanted
-        return None if is_other else self.directory
+        directory, wanted = self._files, PACKED.get(self.base)
+        is_other = directory and wanted and form_of(quantization_config(directory)) != form_of(wanted)
+        return None if is_other else directory
+
+    @property
+    def _files(self) -> Path | None:
+        """The directory, if it holds weights of any form."""
+        return self.directory if self.directory and any(self.directory.glob("*.safetensors")) else None
+
+    @property
+    def _packed_form(self) -> str:
+        """The form in which the files of its directory are packed; "" for whole weights."""
+        own = {} if self._files is None else quantization_config(self._files)
+        return "" if own.get("quant_method") in (None, *LIBRARIES) else form_of(own)
+
+    def require_form(self) -> None:
+        """Raise `PlanError` for a base that says otherwise than the files of its directory, which are packed."""
+        if self.base in BASES and self._packed_form:
+            raise PlanError(
+                f"--base {self.base}: {self.directory} has weights that are packed already ({self._packed_form}): "
+                "leave --base out, or name a directory of whole weights"
+            )
 
     def on_meta(self) -> nn.Module:
         """The model without a single weight, in training mode."""
@@ -108,9 +127,10 @@ class NamedModel:
 
     def _adapt(self, model: nn.Module, adapter: LoraChoice) -> nn.Module:
         """A model on meta with the base and the adapters of the libraries."""
-        if adapter.dora and (self.base in QUANTISED or self._packed_config):
+        if adapter.dora and (self.base in QUANTISED or self._packed_config or self._packed_form):
+            base = f"--base {self.base}" if self.base else f"a base of {self._packed_form or self._base_name}"
             raise PlanError(
-                f"--adapter with dora on --base {self.base}: DoRA begins from the norms of weights, and here are none "
+                f"--adapter with dora on {base}: DoRA begins from the norms of weights, and here are none "
                 "that were quantised; plan it on --base bf16, or leave dora out"
             )
         heads = modules_of_heads(model) if self._packed_config else []
@@ -131,6 +151,11 @@ class NamedModel:
             raise PlanError(
                 f"--base {self.base}: {self.name} has no weights here that are packed in this form, and nothing here "
                 "packs them: name a directory of such files, or plan it alone"
+            )
+        if self._packed_form:
+            raise PlanError(
+                f"{self.directory} has weights that are packed ({self._packed_form}), and this needs them whole: name "
+                "a directory of whole weights"
             )
         quantised = quantisation(self.base) if self.base else None
         if self.weights is None:
@@ -284,7 +309,9 @@ def find_model(
     config = _configuration({**fields, **values}, name) if values else plain
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training has no use for it, and it changes which attention kernel runs
-    return NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
+    named = NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
+    named.require_form()
+    return named
 
 
 def python_model(

@@ -135,7 +135,8 @@ def join_batches(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def count_rows(batch: Mapping[str, Tensor]) -> int:
     """The rows of a batch, of which some inputs may have several entries each, such as patches of images."""
-    return len(batch[TOKENS]) if TOKENS in batch else number_of_rows([len(value) for value in batch.values()])
+    of_rows = next((batch[name] for name in (TOKENS, "labels") if name in batch), None)
+    return number_of_rows([len(value) for value in batch.values()]) if of_rows is None else len(of_rows)
 
 
 def take_rows(batch: Mapping[str, Tensor], first: int, end: int) -> dict[str, Tensor]:

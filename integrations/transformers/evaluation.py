@@ -16,8 +16,10 @@ from .batches import BatchForm, count_rows, take_rows
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether the model's loss leaves out the first label of each row."""
-    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    """Whether the model's loss leaves out the first label of each row, as transformers' of causal models does."""
+    if not hasattr(model, "loss_type"):
+        return False
+    kind = model.loss_type or "ForCausalLM"
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return LOSS_MAPPING.get(kind) is ForCausalLMLoss and not is_encoder_decoder
 

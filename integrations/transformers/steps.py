@@ -372,14 +372,16 @@ class StepsByJob(Host):
             return loss, None, None
         if ignore_keys is None:
             ignore_keys = getattr(self._config(), "keys_to_ignore_at_inference", ["past_key_values"])
-        first, missing = self.args.process_index * count_rows(own), count_rows(whole) - count_rows(batch)
-        logits = tuple(
-            _pad_rows(value, missing)[first : first + count_rows(own)].to(self.args.device)
-            for name, value in outputs.items()
-            if name not in ignore_keys
-        )
+        outputs = {name: value for name, value in outputs.items() if name not in ignore_keys}
+        logits = tuple(self._own_rows(value, own, batch, whole).to(self.args.device) for value in outputs.values())
         labels = tuple(own[name].to(self.args.device) for name in self.label_names if name in own)
         return loss, logits[0] if len(logits) == 1 else logits, _one_or_all(labels)
+
+    def _own_rows(self, value: Tensor, own: Any, batch: Any, whole: Any) -> Tensor:
+        """This process's part of an output of a batch, which may have several entries for each row."""
+        each = len(value) // count_rows(batch)
+        first, end = ((self.args.process_index + i) * count_rows(own) * each for i in (0, 1))
+        return _pad_rows(value, (count_rows(whole) - count_rows(batch)) * each)[first:end]
 
     def _evaluate_batch(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The loss and, where they are asked for, the outputs of a batch of all ranks."""

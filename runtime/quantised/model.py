@@ -11,7 +11,7 @@ from torch import nn
 from ...ir.errors import PlanError
 from .layers import Linear4bitBytes, Linear8bitBytes, LinearTorchaoBytes, QuantisedLinear
 from .linear_packed import Packing
-from .packed import is_wrapper, packed_layer, require_packed_experts, wrapper_class
+from .packed import PackedExperts, is_wrapper, packed_layer, require_packed_experts, wrapper_class
 
 BITSANDBYTES = "bitsandbytes.nn.modules"
 TENSORS = {
@@ -48,10 +48,15 @@ def names_of_bytes(model: nn.Module, of_files: bool | None = None) -> set[str]:
 
 
 def give_back(model: nn.Module) -> None:
-    """Let the library's own layers that were on the meta device have the weights that now are in memory."""
-    for layer in [module for module in model.modules() if isinstance(module, QuantisedLinear)]:
-        if layer.replaced.layer.weight.is_meta and not any(p.is_meta for p in layer.parameters()):
-            layer.give_back(layer.replaced.layer)
+    """Let the library's own layers that were on the meta device have the weights that now are in memory, and plain
+    layers whose weights files have packed all else that is trained of them."""
+    for module in list(model.modules()):
+        if isinstance(module, PackedExperts):
+            module.give_back()
+        elif isinstance(module, QuantisedLinear):
+            layer = module.replaced.layer
+            if module.is_of_files or (layer.weight.is_meta and not any(p.is_meta for p in module.parameters())):
+                module.give_back(layer)
 
 
 class _Exchange:

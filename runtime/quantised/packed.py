@@ -49,7 +49,9 @@ class PackedLinear(QuantisedLinear):
         return key_of(f"{front}weight" if len(self.shape) == 2 else front.removesuffix("."), name)
 
     def give_back(self, layer: Any) -> None:
-        """The plain layer has no place for packed tensors: it stays as it is."""
+        """The plain layer has no place for packed tensors, but its bias."""
+        if self.bias is not None:
+            layer.bias = self.bias
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super(QuantisedLinear, self)._save_to_state_dict(destination, prefix, keep_vars)
@@ -70,7 +72,7 @@ class PackedExperts(nn.Module):
     def __init__(self, was: Any, packings: Mapping[str, Packing]):
         super().__init__()
         self.__dict__.update({name: value for name, value in vars(was).items() if not name.startswith("_")})
-        self.training = was.training
+        self.training, self.replaced = was.training, Replaced(was)
         for name, param in was._parameters.items():
             if name not in packings:
                 self.register_parameter(name, param)
@@ -81,6 +83,12 @@ class PackedExperts(nn.Module):
         for name, packing in packings.items():
             self.add_module(name, PackedLinear(was, packing))
         self.apply_gate = Gate(type(was))
+
+    def give_back(self) -> None:
+        """Let the library's module have all but the matrices."""
+        was = self.replaced.layer
+        was._parameters.update(self._parameters)
+        was._buffers.update(self._buffers)
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
@@ -166,11 +174,12 @@ class PackedWrapper(nn.Module):
         found: Tensor = self.base_layer(*args, adapters=(*adapters, *own))
         return found
 
-    def change(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """The sum that the active adapters add to the product of rows that are sorted by expert."""
+    def change(self, rows: Tensor, offsets: Tensor) -> Tensor | int:
+        """The sum that the active adapters add to the product of rows that are sorted by expert; 0 where none is on
+        this stack."""
         wrapper: Any = self
-        changes = [self._change_by(wrapper, name, rows, offsets) for name in wrapper.active_adapters]
-        return sum(changes[1:], changes[0])
+        names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+        return sum(self._change_by(wrapper, name, rows, offsets) for name in names)
 
     def _change_by(self, wrapper: Any, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
         first, second = (factors[name].weight.to(rows.dtype) for factors in (wrapper.lora_A, wrapper.lora_B))

@@ -106,12 +106,13 @@ def _initialise_adapter(root: nn.Module, name: str) -> bool:
     configs = (getattr(module, "peft_config", None) for module in _chain(root, ".".join(parts[:depth])))
     config = next((found[adapter] for found in configs if isinstance(found, dict) and adapter in found), None)
     how = getattr(config, "init_lora_weights", None)
-    if not hasattr(tuner, "reset_lora_parameters") or how not in (True, False, "gaussian"):
+    reset = getattr(tuner, "reset_lora_parameters", None)
+    if reset is None or len(inspect.signature(reset).parameters) < 2 or how not in (True, False, "gaussian"):
         raise _unknown(name, f"PEFT initialises it by more than a formula ({type(tuner).__name__}, {how!r})")
     owner = _submodule(root, parts[:-1])
     if isinstance(owner, nn.Linear):
         owner.reset_parameters()
-    tuner.reset_lora_parameters(adapter, how)
+    reset(adapter, how)
     return True
 
 

@@ -174,7 +174,10 @@ class StoredBytes:
         return self.stored.keys
 
     def read(self) -> Tensor:
-        return as_bytes(torch.tensor(_quantisation(self.stored)[self.field]) if self.field else self.stored.read())
+        """Raises `CheckpointError` for scales with NaN in them."""
+        found = torch.tensor(_quantisation(self.stored)[self.field]) if self.field else self.stored.read()
+        is_scale = found.is_floating_point() and found.dtype.itemsize > 1
+        return as_bytes(refuse_nan(found, self.keys) if is_scale else found)
 
     def read_rows(self, begin: int, end: int) -> Tensor:
         return self.read()[begin:end].clone()

@@ -130,6 +130,12 @@ def packed_weights(model: nn.Module, directory: Path) -> dict[str, PackedPlaces]
     for part in parts_of(model):
         found = _packed_of_part(model, config, *_names_in_files(part, files, None))
         best = found if len(found) > len(best) else best
+    for alias, first in ties_of(model).items():
+        if alias in best or first in best:
+            raise CheckpointError(
+                f"{first!r} and {alias!r} are one tensor in the model, and packed in the files: build the model with "
+                "tie_word_embeddings=False, as the files have them"
+            )
     return best
 
 

@@ -44,6 +44,22 @@ def format_of(config: Mapping[str, Any], layer: str) -> tuple[Format, dict[str, 
     return record, record.read_options(config)
 
 
+def form_of(config: Mapping[str, Any]) -> str:
+    """The name of a quantization_config's form in `METHODS`; of compressed-tensors with the form of its groups."""
+    method = str(config.get("quant_method", ""))
+    if method != COMPRESSED:
+        return method
+    groups = [group for group in config.get("config_groups", {}).values() if isinstance(group, Mapping)]
+    forms = {str(group.get("format") or config.get("format") or "") for group in groups}
+    return f"{method}/{', '.join(sorted(forms))}"
+
+
+def is_ignored(config: Mapping[str, Any], layer: str) -> bool:
+    """Whether a config of compressed-tensors says of a layer that it is not packed. Where there are files, these say so
+    themselves."""
+    return any(_rank(each, layer) is not None for each in config.get("ignore") or ())
+
+
 def _group(config: Mapping[str, Any], layer: str) -> Mapping[str, Any] | None:
     """The group of a config of compressed-tensors that a layer is of: names come before patterns, these before
     classes."""

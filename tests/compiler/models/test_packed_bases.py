@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from penstock.cli.options import PlanOptions
+from penstock.compiler.models.bases import PACKED
 from penstock.compiler.models.named import find_model
 from penstock.errors import PlanError
 from penstock.ir.machine.hardware import Hardware
@@ -80,3 +82,23 @@ def test_files_of_another_form_than_the_base_are_not_its_weights(tmp_path: Path)
     assert find_model(str(tmp_path), adapter=ADAPTER, base="fp8").weights == tmp_path
     assert find_model(str(tmp_path), adapter=ADAPTER).weights == tmp_path
     assert find_model(str(tmp_path), adapter=ADAPTER, base="int4").weights is None
+    with pytest.raises(PlanError, match=r"--base bf16: .* has weights that are packed already \(fp8\): leave"):
+        find_model(str(tmp_path), adapter=ADAPTER, base="bf16")
+    with pytest.raises(PlanError, match=r"packed \(fp8\), and this needs them whole"):
+        find_model(str(tmp_path), adapter=ADAPTER).load()
+    with pytest.raises(PlanError, match="dora on a base of fp8"):
+        find_model(str(tmp_path), adapter=f"{ADAPTER},dora").on_meta()
+
+
+@pytest.mark.parametrize(
+    "left_out", [{"modules_to_not_convert": [r"model.layers.\d+.mlp"]}, {"ignore": ["re:.*mlp.*"]}]
+)
+def test_a_plan_without_files_packs_what_the_config_says(tmp_path: Path, left_out: dict[str, list[str]]) -> None:
+    fields = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    method: dict[str, Any] = PACKED["int4"] if "ignore" in left_out else {"quant_method": "fp8"}
+    config = {"model_type": "llama", "vocab_size": 64, **fields, "quantization_config": {**method, **left_out}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    named = find_model(str(tmp_path), adapter=ADAPTER)
+    for model in (named.describe(), named.on_meta()):
+        packed = {name for name, p in model.named_parameters() if p.dtype == torch.uint8}
+        assert packed and not any("mlp" in name for name in packed)

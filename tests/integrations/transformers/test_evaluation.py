@@ -11,6 +11,7 @@ from transformers import BertForSequenceClassification, EarlyStoppingCallback, S
 
 from penstock.integrations.transformers import PenstockSeq2SeqTrainer, PenstockTrainer
 from penstock.integrations.transformers.batches import BatchForm, longest_rows
+from penstock.integrations.transformers.evaluation import shifts_labels
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
     both,
@@ -22,6 +23,7 @@ from penstock.tests.integrations.transformers.runs import (
     seq2seq,
     tell_of,
     train_steps,
+    vision,
 )
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -141,3 +143,7 @@ def test_no_label_of_a_row_that_fills_up_counts():
     filled = BatchForm(4, {}).fill(batch)
     assert filled["labels"].tolist() == [0, 1, 2, 3, 4, 5, -100, -100]
     assert filled["input_ids"][-1].tolist() == [0, 1]
+
+
+def test_only_models_of_transformers_shift_labels_by_themselves():
+    assert shifts_labels(llama()[0]) and not shifts_labels(classifier()[0]) and not shifts_labels(vision()[0])

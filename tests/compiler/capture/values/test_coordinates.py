@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
+from penstock.errors import CaptureError
 
 PLACES = torch.tensor([[0, 1, 1, 3, 1], [2, 0, 3, 3, 0]], dtype=torch.int32)  # one of them twice
 Use = Callable[[Tensor, Tensor], Tensor]
@@ -42,3 +43,8 @@ def test_loss_and_gradients_are_those_of_the_sparse_tensor(name: str) -> None:
     (gradient,) = torch.autograd.grad(found, model.values)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, wanted)
+
+
+def test_how_many_places_differ_is_not_known() -> None:
+    with pytest.raises(CaptureError, match="_nnz"):
+        trace(Sparse(lambda sparse, x: x * sparse.coalesce()._nnz()), torch.randn(3, 4))

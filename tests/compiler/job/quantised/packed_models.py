@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from penstock.runtime.quantised.formats.record import Format, Layout
 from penstock.runtime.quantised.formats.table import format_of
@@ -103,6 +103,19 @@ def write_llama(directory: Path, kind: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return pack_files(directory, CONFIGS[kind], lambda key: "_proj" in key)
+
+
+def write_qwen2(
+    directory: Path, kind: str, is_packed: Callable[[str], bool] = lambda key: key.endswith("_proj.weight")
+) -> dict[str, Tensor]:
+    """A Qwen2, whose attention has biases, with packed layers and a head of its own; returns their weights."""
+    config = Qwen2Config(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return pack_files(directory, CONFIGS[kind], is_packed)
 
 
 def write_gpt_oss(directory: Path, layers: int = 2) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from penstock.tests.compiler.job.quantised.packed_models import (
     plain_model,
     write_gpt_oss,
     write_llama,
+    write_qwen2,
     write_qwen3_moe,
 )
 from penstock.tests.shown_elsewhere import slow_but
@@ -100,6 +101,41 @@ def test_the_type_of_a_packed_weight_is_that_of_the_plain_one(tmp_path: Path, mo
         losses, trained = train(job, model)
     assert losses == pytest.approx(expected, rel=1e-5)
     require_close(trained, theirs)
+
+
+def test_a_bias_beside_a_packed_weight_is_trained_and_synced(tmp_path: Path) -> None:
+    write_qwen2(tmp_path, "fp8")
+    with torch.device("meta"):
+        model = get_peft_model(on_meta(tmp_path), LoraConfig(r=4, target_modules=["q_proj"], bias="all")).train()
+    with compile_job(model, tmp_path, strategy="balanced") as job:
+        job.step(batch(0))
+        job.sync()
+        trained = job.state_dict()
+    biases = {name: p for name, p in model.named_parameters() if name.endswith(".bias")}
+    assert len(biases) == 3 * 2
+    for name, param in biases.items():
+        torch.testing.assert_close(param.detach(), trained[name], rtol=0, atol=0)
+
+
+def test_a_packed_head_that_the_model_ties_is_refused(tmp_path: Path) -> None:
+    write_qwen2(tmp_path, "fp8", lambda key: key.endswith(("_proj.weight", "lm_head.weight")))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match="one tensor in the model, and packed in the files"):
+        compile_job(adapt(on_meta(tmp_path), ["q_proj"]), tmp_path)
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+    write_llama(tmp_path, "fp8")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with (
+        pytest.raises(CheckpointError, match=f"{name}.* has NaN in it"),
+        compile_job(adapt(on_meta(tmp_path)), tmp_path) as job,
+    ):
+        job.step(batch(0))
 
 
 def test_parameters_of_packed_linear_layers_take_no_adapter(tmp_path: Path) -> None:
