@@ -20,7 +20,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import transformers
 from torch import Tensor, nn
 
 import penstock
-from penstock.bench.model_zoo.compare import build
+from penstock.bench.model_zoo.compare import TOLERANCE, build, differences, double_differences, train, train_plan
 from penstock.bench.model_zoo.registry import ModelClass
 from penstock.bench.peers import rows
 from penstock.compiler.models.adapters import ALL_LINEAR, LoraChoice
@@ -40,11 +39,9 @@ FAMILIES = (
     "NemotronH", "FalconH1", "GraniteMoeHybrid", "Bamba", "Zamba", "Zamba2", "Jamba", "Mamba", "FalconMamba", "Mamba2",
     "Lfm2", "Lfm2Moe", "Lfm3", "Inkling", "Inkling2", "Inkling2Loop", "MiniMax", "Rwkv", "RecurrentGemma",
 )  # fmt: skip
-STEPS, ROWS, PADDING, TOLERANCE = 5, 4, 3, 1e-5
-SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+STEPS, ROWS, PADDING = 5, 4, 3
 FEW, MOST_CASES = (("full", "left"), ("lora", "right")), 24
 Batch = dict[str, Tensor]
-Trained = tuple[list[float], dict[str, Tensor]]  # losses and weights
 
 
 def model_class(family: str) -> ModelClass:
@@ -84,38 +81,9 @@ def add_adapters(model: nn.Module) -> nn.Module:
     return adapted
 
 
-def train_eager(model: nn.Module, batch: Batch, steps: int = STEPS) -> Trained:
-    optimizer, losses = SGD([p for p in model.parameters() if p.requires_grad]), []
-    for _ in range(steps):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
-
-
-def train_plan(model: nn.Module, batch: Batch, micro_batches: int, devices: int) -> Trained:
-    hardware = penstock.Hardware.cpu(num_devices=devices, memory="3GB", dram="6GB")
-    strategy = "gpipe" if devices > 1 else "balanced"
-    job = penstock.compile(
-        model, hardware, example_inputs=batch, optimizer=SGD, strategy=strategy, micro_batches=micro_batches
-    )
-    with job:
-        losses = [float(job.step(batch)) for _ in range(STEPS)]
-        job.sync()
-    return losses, model.state_dict()
-
-
-def difference(found: Trained, wanted: Trained) -> float:
-    """The largest difference of a loss or of a weight, relative to the largest of its tensor."""
-    losses = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found[0], wanted[0]))
-    weights = (
-        float((found[1][name] - value).abs().max()) / max(float(value.abs().max()), 1e-2)
-        for name, value in wanted[1].items()
-        if value.is_floating_point() and value.numel()
-    )
-    return max(losses, *weights)
+def largest(apart: dict[str, Any]) -> float:
+    """The largest difference of a loss, or of a weight relative to the largest of its tensor."""
+    return max(apart["loss_apart"], apart["weights_apart"])
 
 
 def compare(family: str, tokens: int, num_cases: int = MOST_CASES) -> dict[str, Any]:
@@ -123,10 +91,10 @@ def compare(family: str, tokens: int, num_cases: int = MOST_CASES) -> dict[str, 
     found: dict[str, Any] = {"family": family, "tokens": tokens, "cases": num_cases}
     try:
         start = build(model_class(family))
-        first = {side: train_eager(copy.deepcopy(start), token_batch(tokens, side)) for side in ("left", "right")}
+        first = {side: train(copy.deepcopy(start), token_batch(tokens, side), STEPS) for side in ("left", "right")}
     except Exception as error:
         return {**found, "outcome": "fails in eager", "detail": _text(error)}
-    found["sides"] = max(abs(a - b) / abs(b) for a, b in zip(first["left"][0], first["right"][0]))
+    found["sides"] = max(abs(a - b) / abs(b) for a, b in zip(first["left"]["losses"], first["right"]["losses"]))
     found.update(compare_cases(start, lambda side: token_batch(tokens, side), num_cases))
     return {**found, "packed": packed_outcome(start, tokens)} if "apart" in found else found
 
@@ -146,36 +114,29 @@ def compare_cases(start: nn.Module, batch_of: Callable[[str], Batch], num_cases:
         model = add_adapters(model) if kind == "lora" else model
         batch = batch_of(side)
         try:
-            wanted = train_eager(copy.deepcopy(model), batch)
+            wanted = train(copy.deepcopy(model), batch, STEPS)
         except Exception as error:
             return {"outcome": "fails in eager", "case": case, "detail": _text(error)}
         try:
-            value = difference(train_plan(copy.deepcopy(model), batch, micro_batches, devices), wanted)
+            planned = train_plan(copy.deepcopy(model), batch, micro_batches, devices, STEPS)
         except PenstockError as error:
             return {"outcome": "refused", "case": case, "detail": _text(error)}
         except Exception as error:
             return {"outcome": "raw error", "case": case, "detail": _text(error)}
-        if not value <= TOLERANCE:
-            in_double = _double_difference(model, batch, micro_batches, devices)
-            found["rounding"] = f"{case}: {value:.1e} in fp32, {in_double:.1e} in fp64"
-            value = max(in_double - value / 10, 0.0)
+        apart = differences(model, wanted, planned)
+        if not largest(apart) <= TOLERANCE:
+            apart = double_differences(model, batch, apart, micro_batches, devices, STEPS)
+            found["rounding"] = f"{case}: {apart['detail']}"
+        value = largest(apart)
         if not value <= worst:
             worst, found["worst_case"] = value, case
     outcome = "equal" if worst <= TOLERANCE else "different"
     return {**found, "apart": worst, "outcome": outcome, "seconds": time.monotonic() - began}
 
 
-def _double_difference(model: nn.Module, batch: Batch, micro_batches: int, devices: int) -> float:
-    """In fp64, in which what is rounding falls at least tenfold, also of a model that computes some of it in fp32."""
-    model = copy.deepcopy(model).double()
-    batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-    wanted = train_eager(copy.deepcopy(model), batch)
-    return difference(train_plan(model, batch, micro_batches, devices), wanted)
-
-
 def packed_outcome(model: nn.Module, tokens: int) -> str:
     try:
-        train_plan(copy.deepcopy(model), packed_batch(tokens), 2, 1)
+        train_plan(copy.deepcopy(model), packed_batch(tokens), 2, 1, STEPS)
     except PenstockError as error:
         return f"refused: {error}"
     except Exception as error:

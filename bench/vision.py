@@ -11,16 +11,13 @@ Run: python bench/vision.py [--only WORDS] [--cases 8] [--save]
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 from typing import Any
 
 import torch
-from torch import nn
 
-from penstock.bench.hybrids import PADDING, Batch, arguments, compare_cases, show, train_eager
-from penstock.bench.model_zoo.batches import batches
-from penstock.bench.model_zoo.compare import build
+from penstock.bench.hybrids import PADDING, Batch, arguments, compare_cases, show
+from penstock.bench.model_zoo.compare import FailsInEager, train_first
 from penstock.bench.model_zoo.registry import ModelClass
 
 FAMILIES = (
@@ -31,19 +28,6 @@ FAMILIES = (
 
 def model_class(family: str) -> ModelClass:
     return ModelClass(f"{family}ForConditionalGeneration", family.lower(), "image_text_to_text")
-
-
-def find_batch(model: ModelClass, net: nn.Module) -> Batch:
-    """The first batch of the zoo that eager trains, of which the last row has padding on the right."""
-    for batch in batches(model, net):
-        if isinstance(batch, Exception):
-            continue
-        try:
-            train_eager(copy.deepcopy(net), batch, 1)
-        except Exception:
-            continue
-        return batch
-    raise ValueError(f"{model.name} trains with no batch that is known")
 
 
 def put_padding(batch: Batch, side: str) -> Batch:
@@ -63,12 +47,10 @@ def put_padding(batch: Batch, side: str) -> Batch:
 def compare(family: str, num_cases: int) -> dict[str, Any]:
     """The row of a family."""
     found: dict[str, Any] = {"family": family, "cases": num_cases}
-    model = model_class(family)
     try:
-        start = build(model)
-        batch = find_batch(model, start)
-    except Exception as error:
-        return {**found, "outcome": "fails in eager", "detail": f"{type(error).__name__}: {error}"}
+        start, batch, _ = train_first(model_class(family))
+    except FailsInEager as error:
+        return {**found, "outcome": "fails in eager", "detail": str(error)}
     return {**found, **compare_cases(start, lambda side: put_padding(batch, side), num_cases)}
 
 

@@ -112,7 +112,7 @@ def compile(
         folder, trust = _folder(request, graphs, result, rows)
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
-    _tell(request, [*best.draft.graph.notes, unquantised_note(request.model), request.unpacked, _coupled(folder)])
+    _tell(request, [*best.draft.graph.notes, unquantised_note(request.model), request.unpacked, _coupling_warning(folder)])
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
         replanner=Replanner(
@@ -232,7 +232,7 @@ def _picks(graphs: Graphs, shape: BatchShape, result: SearchResult) -> tuple[fx.
     return picked_rows(graphs(shape.entries(name, shape.size) // value.shape[0]))
 
 
-def _coupled(folder: Folder) -> str:
+def _coupling_warning(folder: Folder) -> str:
     """The lines about rows that meet where several micro-batches part them; "" for none."""
     interface, facts = folder.interface, folder.settings.rows
     total = interface.micro_batches_of_update

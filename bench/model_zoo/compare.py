@@ -30,6 +30,7 @@ MOST_PARAMS = 60_000_000
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 LIBRARY = str(Path(transformers.__file__).parent)
 OWN = str(Path(penstock.__file__).parent)
+Trained = dict[str, Any]  # "losses" and "state"
 
 
 class FailsInEager(Exception):
@@ -40,25 +41,25 @@ def compare(model: ModelClass | OtherModel) -> dict[str, Any]:
     """The row of a class: `outcome` is equal, different, refused, "raw error" or "fails in eager"."""
     warnings.simplefilter("ignore")
     try:
-        net, batch, eager = _train_eager(model)
+        net, batch, eager = train_first(model)
     except FailsInEager as error:
         return {"outcome": "fails in eager", "detail": str(error)}
     found: dict[str, Any] = {"params": sum(p.numel() for p in net.parameters())}
     try:
         try:
-            planned = _train_plan(copy.deepcopy(net), batch, MICRO_BATCHES)
-            found.update(_difference(net, eager, planned), micro_batches=MICRO_BATCHES)
+            planned = train_plan(copy.deepcopy(net), batch, MICRO_BATCHES)
+            found.update(differences(net, eager, planned), micro_batches=MICRO_BATCHES)
             couplings = planned["couplings"]
         except (CaptureError, PlanError) as error:
             if "micro_batches=1 takes" not in str(error):
                 raise
-            found.update(_difference(net, eager, _train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)
+            found.update(differences(net, eager, train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)
             found["detail"], couplings = f"the batch cannot be cut: {error}", []
         if couplings and not _is_equal(found):
-            found.update(_difference(net, eager, _train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)
+            found.update(differences(net, eager, train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)
             found["detail"] = f"rows are coupled: {couplings[0]}"
         if not _is_equal(found):
-            found.update(_double_differences(net, batch, found))
+            found.update(double_differences(net, batch, found, found["micro_batches"]))
     except PenstockError as error:
         return {**found, "outcome": "refused", "error": type(error).__name__, "detail": str(error)[:1500],
                 "line": _line(error)}  # fmt: skip
@@ -68,14 +69,16 @@ def compare(model: ModelClass | OtherModel) -> dict[str, Any]:
     return {**found, "outcome": "equal" if _is_equal(found) else "different"}
 
 
-def _double_differences(net: nn.Module, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
-    """The differences in fp64, less a tenth of those in fp32: what is wrong stays as it is, and rounding falls, also of
-    a model that computes some of it in fp32 itself."""
+def double_differences(
+    net: nn.Module, batch: Batch, found: dict[str, Any], micro_batches: int, devices: int = DEVICES, steps: int = STEPS
+) -> dict[str, Any]:
+    """The differences in fp64, less a tenth of those `found` in fp32: what is wrong stays as it is, and rounding falls,
+    also of a model that computes some of it in fp32 itself."""
     net = copy.deepcopy(net).double()
     batch = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
-    planned = _train_plan(copy.deepcopy(net), batch, found["micro_batches"])
+    planned = train_plan(copy.deepcopy(net), batch, micro_batches, devices, steps)
     detail = f"in fp64; weights are {found['weights_apart']:.1e} apart in fp32, moves {found['moves_apart']:.1e}"
-    apart = _difference(net, _train(copy.deepcopy(net), batch), planned)
+    apart = differences(net, train(copy.deepcopy(net), batch, steps), planned)
     return {"detail": detail, **{name: max(value - found[name] / 10, 0.0) for name, value in apart.items()}}
 
 
@@ -83,7 +86,7 @@ def _is_equal(apart: dict[str, Any]) -> bool:
     return apart["loss_apart"] <= TOLERANCE and apart["weights_apart"] <= TOLERANCE and apart["moves_apart"] <= 1e-3
 
 
-def _train_eager(model: ModelClass | OtherModel) -> tuple[nn.Module, Batch, dict[str, Any]]:
+def train_first(model: ModelClass | OtherModel) -> tuple[nn.Module, Batch, dict[str, Any]]:
     """The class at the smallest sizes that eager PyTorch trains, its batch, and what training gives."""
     first: Exception | None = None
     for made in _instances(model):
@@ -92,7 +95,7 @@ def _train_eager(model: ModelClass | OtherModel) -> tuple[nn.Module, Batch, dict
             continue
         net, batch = made
         try:
-            return net, batch, _train(copy.deepcopy(net), batch)
+            return net, batch, train(copy.deepcopy(net), batch)
         except Exception as error:
             first = first or error
     if first is None:
@@ -154,9 +157,10 @@ def _loss(net: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _train(net: nn.Module, batch: Batch) -> dict[str, Any]:
+def train(net: nn.Module, batch: Batch, steps: int = STEPS) -> Trained:
+    """Train by eager PyTorch, in place: the losses and the state after them."""
     optimizer, losses = SGD([p for p in net.parameters() if p.requires_grad]), []
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss = _loss(net, copy.deepcopy(batch))
         loss.backward()
         optimizer.step()
@@ -167,26 +171,32 @@ def _train(net: nn.Module, batch: Batch) -> dict[str, Any]:
     return {"losses": losses, "state": net.state_dict()}
 
 
-def _train_plan(net: nn.Module, batch: Batch, micro_batches: int) -> dict[str, Any]:
-    hardware = penstock.Hardware.cpu(num_devices=DEVICES, memory="3GB", dram="6GB")
+def train_plan(
+    net: nn.Module, batch: Batch, micro_batches: int, devices: int = DEVICES, steps: int = STEPS
+) -> Trained:
+    """As `train`, by a plan; with its couplings of rows."""
+    hardware = penstock.Hardware.cpu(num_devices=devices, memory="3GB", dram="6GB")
     job = penstock.compile(
-        net, hardware, example_inputs=copy.deepcopy(batch), optimizer=SGD, strategy="gpipe",
-        micro_batches=micro_batches, loss_fn=loss_of if TARGET in batch else None,
+        net, hardware, example_inputs=copy.deepcopy(batch), optimizer=SGD,
+        strategy="gpipe" if devices > 1 else "balanced", micro_batches=micro_batches,
+        loss_fn=loss_of if TARGET in batch else None,
     )  # fmt: skip
     with job:
-        losses = [float(job.step(copy.deepcopy(batch))) for _ in range(STEPS)]
+        losses = [float(job.step(copy.deepcopy(batch))) for _ in range(steps)]
         job.sync()
         couplings = [coupling_text(each) for each in job.folder.settings.rows.couplings]
     return {"losses": losses, "state": net.state_dict(), "couplings": couplings}
 
 
-def _difference(net: nn.Module, eager: dict[str, Any], planned: dict[str, Any]) -> dict[str, float]:
-    """Of losses and weights, relative; of moves, all of them together: a gradient that is wrong where moves are small
-    would not show in weights."""
+def differences(net: nn.Module, eager: Trained, planned: Trained) -> dict[str, float]:
+    """Of losses and weights, with buffers, relative; of moves, all of them together: a gradient that is wrong where
+    moves are small would not show in weights. `net`: from which both began."""
     loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(planned["losses"], eager["losses"]))
     weights, apart, moved = 0.0, 0.0, 0.0
-    for name, start in net.named_parameters():
+    for name, start in net.state_dict().items():
         wanted, found = eager["state"][name], planned["state"][name]
+        if not start.is_floating_point():
+            continue
         difference = (wanted - found).double()
         if difference.numel():
             weights = max(weights, float(difference.abs().max()) / max(float(wanted.abs().max()), 1e-2))

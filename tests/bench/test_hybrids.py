@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 import penstock
 from penstock.bench import hybrids
-from penstock.bench.hybrids import FAMILIES, SGD, TOLERANCE, difference, model_class, packed_outcome, token_batch
-from penstock.bench.model_zoo.compare import build
+from penstock.bench.hybrids import FAMILIES, STEPS, largest, model_class, packed_outcome, token_batch
+from penstock.bench.model_zoo.compare import SGD, TOLERANCE, build, differences, train, train_plan
 from penstock.compiler.strategies import PIPELINE
 from penstock.errors import PassError
 
@@ -43,8 +43,9 @@ def test_a_hybrid_trains_as_eager_does(family: str, kind: str, side: str) -> Non
     model = build(model_class(family))
     model = hybrids.add_adapters(model) if kind == "lora" else model
     batch = token_batch(TOKENS, side)
-    wanted = hybrids.train_eager(copy.deepcopy(model), batch)
-    assert difference(hybrids.train_plan(model, batch, 2, 1), wanted) <= TOLERANCE
+    wanted = train(copy.deepcopy(model), batch, STEPS)
+    planned = train_plan(copy.deepcopy(model), batch, 2, 1, STEPS)
+    assert largest(differences(model, wanted, planned)) <= TOLERANCE
 
 
 def test_documents_whose_state_would_go_on_are_refused_with_their_layer() -> None:
@@ -67,12 +68,13 @@ def test_tiles_end_where_a_state_goes_on_and_teams_are_refused(family: str) -> N
     batch = token_batch(16, "none")
     with pytest.raises(PassError, match="lets tokens meet"):
         compile_hybrid(copy.deepcopy(model), batch, TEAM, 2)
-    wanted = hybrids.train_eager(copy.deepcopy(model), batch, 2)
-    with compile_hybrid(model, batch, f"tile-sequence{{tokens=5}}, {PIPELINE}", 1) as job:
+    wanted, trained = train(copy.deepcopy(model), batch, 2), copy.deepcopy(model)
+    with compile_hybrid(trained, batch, f"tile-sequence{{tokens=5}}, {PIPELINE}", 1) as job:
         assert job.plan.decisions.tiles
         losses = [float(job.step(batch)) for _ in range(2)]
         job.sync()
-    assert difference((losses, model.state_dict()), wanted) <= TOLERANCE
+    planned = {"losses": losses, "state": trained.state_dict()}
+    assert largest(differences(model, wanted, planned)) <= TOLERANCE
 
 
 def compile_hybrid(model: torch.nn.Module, batch: hybrids.Batch, strategy: str, devices: int) -> penstock.Job:
