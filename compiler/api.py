@@ -112,7 +112,8 @@ def compile(
         folder, trust = _folder(request, graphs, result, rows)
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
-    _tell(request, [*best.draft.graph.notes, unquantised_note(request.model), request.unpacked, _coupling_warning(folder)])
+    notes = [*best.draft.graph.notes, unquantised_note(request.model), request.unpacked, _coupling_warning(folder)]
+    _tell(request, notes)
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
         replanner=Replanner(
