@@ -72,6 +72,14 @@ class ScriptCaches:
             if traced:
                 _restore(owner, before, traced)
 
+    def forget_by_tensor(self) -> None:
+        """Empty each `lru_cache` with an entry under a fake tensor: a forward on tensors of its own would find none."""
+        for owner, _ in self._before:
+            if isinstance(owner, _lru_cache_wrapper):
+                entries = [each for each in gc.get_referents(owner) if isinstance(each, dict)]
+                if any(_holds_fakes(*each) for each in entries):  # their keys
+                    owner.cache_clear()
+
     def _visit(self, value: Any) -> None:
         kind = type(value)
         if kind in _LEAVES or id(value) in self._seen or issubclass(kind, torch.Tensor):

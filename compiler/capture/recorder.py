@@ -63,6 +63,7 @@ from .calls import (
 )
 from .custom_functions import original_apply
 from .guard import Borrowed, autocast_aliases, replace_functions
+from .library_calls import library_calls
 from .prologue.nodes import PrologueNodes
 from .reference_code import reference_code
 from .rows.sizes import ModeSwitch, OtherTrace, settle
@@ -78,6 +79,7 @@ SEEDS = {  # functions that set the state of a generator of the process
     **accelerator.SEEDS,
 }
 _OF_VALUES = (torch.tensor, torch.as_tensor)  # read the tensors of a list
+_MOVES = (torch.Tensor.cpu, torch.Tensor.cuda)
 _EFFECTS = (set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -179,6 +181,7 @@ class Recorder(GraphWriter):
             (torch.autocast, "__enter__", self.on_autocast),
             (torch.autocast, "__exit__", self.on_autocast_exit),
             (logging.Handler, "handleError", self.on_log_error),
+            *((owner, name, partial(self.on_library_call, own)) for owner, name, own in library_calls()),
         ]
         changes = [
             *((owner, name, self._hook(getattr(owner, name), hook)) for owner, name, hook in hooks),
@@ -269,6 +272,13 @@ class Recorder(GraphWriter):
         if not isinstance(sys.exc_info()[1], ValueRead):
             tell(handler, record)
 
+    def on_library_call(self, own: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A function of another library is called. With tensors it is `own`, the function of programs."""
+        if not has_tensor((args, kwargs)):
+            return call(*args, **kwargs)
+        with DisableTorchFunction():
+            return self.on_function(own, args, kwargs)
+
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A torch function, method, operator or property was called."""
         if self.busy:
@@ -291,6 +301,9 @@ class Recorder(GraphWriter):
         if func is torch.Tensor.expand_as:  # which reads the shape of the other alone, not its values
             func, args = torch.Tensor.expand, (args[0], self._other_call(torch.Tensor.size, *args[1:], **kwargs))
             kwargs = {}
+            call = self._call_of(func, args, kwargs)
+        if func in _MOVES:  # to the device of the program
+            func, args, kwargs = torch.Tensor.to, (args[0], torch.device("cpu")), {}
             call = self._call_of(func, args, kwargs)
         if func in SPARSE:
             args, kwargs, was_sparse = densely(func, args, kwargs)

@@ -44,7 +44,7 @@ from .refuse.shared_memory import require_own_memory
 from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
 from .rows.sizes import RowTape
-from .writer import has_tensor, number_draws
+from .writer import has_tensor, number_draws, storage_of
 
 _DENSE = (
     "an embedding has sparse=True; its gradients are dense here, which gives the same weights and takes the memory of "
@@ -381,7 +381,7 @@ def _store_reassigned_buffers(recorder: Recorder) -> None:
     current = dict(held.model.named_buffers(remove_duplicate=False))
     for name, fake in held.buffers.items():
         new = current.get(name)
-        if new is None or new is fake:
+        if new is None or _is_same_memory(new, fake):  # `self.table = self.table.to(h.dtype)` may change nothing
             continue
         if new.shape != fake.shape or new.dtype != fake.dtype:
             raise CaptureError(
@@ -389,3 +389,8 @@ def _store_reassigned_buffers(recorder: Recorder) -> None:
                 f"{new.dtype}; keep its shape and dtype, or use a plain local variable"
             )
         recorder.write_back(name, fake, new)
+
+
+def _is_same_memory(new: torch.Tensor, old: torch.Tensor) -> bool:
+    layouts = [(storage_of(t), t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (new, old)]
+    return layouts[0] == layouts[1]

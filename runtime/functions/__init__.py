@@ -37,6 +37,7 @@ from .chains import fuse
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .document_borders import attend_in_borders, document_borders, takes_borders
 from .linear_float8 import linear_float8
+from .matching import linear_sum_assignment
 from .member_tables import joined_members, member_lookup
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
 from .ring_attention import as_autocast, attend_block, attention_of, with_gradients
@@ -62,6 +63,7 @@ __all__ = [
     "linear_8bit",
     "linear_float8",
     "linear_packed",
+    "linear_sum_assignment",
     "linear_torchao",
     "member_lookup",
     "member_offsets",

@@ -35,6 +35,7 @@ def require_repeatable(
     held = recorder.held
     after = state_of(held.modules)
     held.begin_again()
+    held.caches.forget_by_tensor()  # the second forward is handed the tensors of the first
     repeat = Repeat(recorder)
     try:
         repeat.finish(run(repeat), nodes)

@@ -182,3 +182,25 @@ def test_no_fake_tensor_is_left_anywhere() -> None:
     for model in models.values():
         trace(model, {"x": torch.zeros(4, 4)})
     assert len(fake_tensors()) == len(before)
+
+
+class Centred(nn.Module):
+    """Keeps what it makes of the last mask, under that mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def weights(mask: Tensor) -> Tensor:
+        return mask / mask.sum(1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.weights(x.abs())).square().mean()
+
+
+def test_a_cache_under_a_tensor_is_not_found_by_the_second_forward() -> None:
+    model, batch = Centred(), {"x": torch.randn(4, 4)}
+    with compile_model(model, 1) as job:
+        assert float(job.step(batch)) == pytest.approx(float(model(**batch).detach()), rel=1e-6)

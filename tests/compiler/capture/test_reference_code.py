@@ -16,8 +16,8 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import penstock
-from penstock.bench.hybrids import SGD, model_class, packed_batch, token_batch, train_eager
-from penstock.bench.model_zoo.compare import build
+from penstock.bench.hybrids import model_class, packed_batch, token_batch
+from penstock.bench.model_zoo.compare import SGD, build, train
 from penstock.compiler.capture.trace import trace
 from penstock.errors import CaptureError
 
@@ -54,7 +54,7 @@ def test_reference_code_is_traced_in_place_of_kernels(fake_kernels: None, monkey
     with job:
         found = [float(job.step(batch)) for _ in range(2)]
     monkeypatch.undo()
-    assert found == pytest.approx(train_eager(twin, batch, 2)[0], rel=1e-5)
+    assert found == pytest.approx(train(twin, batch, 2)["losses"], rel=1e-5)
 
 
 def test_without_packages_nothing_is_noted() -> None:

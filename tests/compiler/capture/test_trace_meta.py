@@ -331,6 +331,14 @@ def test_a_reassigned_buffer_is_written_back():
     assert [n.meta["updates_buffers"] for n in opgraph.nodes if "updates_buffers" in n.meta] == [("state",)]
 
 
+def test_a_buffer_that_a_conversion_leaves_as_it_was_is_not_written():
+    def forward(model, x):
+        model.state = model.state.to(device=x.device, dtype=x.dtype)
+        return (model.linear(x) * model.state).sum()
+
+    assert not any("updates_buffers" in n.meta for n in trace(Model(forward), torch.randn(3, 4)).nodes)
+
+
 def test_tensors_that_are_not_registered_are_kept_with_the_graph():
     scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
     opgraph = record(lambda m, x: (m.linear(x) * m.scale[0]).sum(), scale=[scale])
