@@ -97,6 +97,7 @@ class OpGraph:
     changes: dict[str, ParamChange] = field(default_factory=dict)  # parameter -> what forward does to it in place
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do
     notes: tuple[str, ...] = ()  # where the graph differs from the model on purpose, for people
+    places: frozenset[str] = frozenset()  # inputs whose numbers are places in values of a micro-batch
     unread: frozenset[str] = frozenset()  # texts and numbers of the batch that neither forward nor the loss reads
     pointwise_again: bool = False  # whether backward computes pointwise results again instead of finding them saved
     symbols: dict[str, Any] = field(default_factory=dict)  # sizes that are not fixed, by name -> SymInt

@@ -25,8 +25,18 @@ from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators.calls import call_key
 from ..operators.pointwise import elementwise
-from ..operators.record import UNKNOWN, RowCall, constants, is_pointwise, nonlinear, operator_name, plain, record_name
-from ..operators.states import ByRow, Free, Kind, Mixed, RowState, Scale, whole
+from ..operators.record import (
+    UNKNOWN,
+    Elements,
+    RowCall,
+    constants,
+    is_pointwise,
+    nonlinear,
+    operator_name,
+    plain,
+    record_name,
+)
+from ..operators.states import ANY_STEP, ByRow, Free, Kind, Mixed, OneRow, RowState, Scale, whole
 from ..operators.table import operator_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 
@@ -170,7 +180,10 @@ class Follower(TorchDispatchMode):
         """The state of an input: rows, or a number counted over the whole batch."""
         if name in self.counted:
             return Free(scale=Scale(int(self.counted[name])))  # a share of the whole batch's count grows with the rows
-        return ByRow(dim=0) if tensor.dim() else Free()
+        if not tensor.dim():
+            return Free()
+        inner = max(1, tensor.shape[0] // self.rows)
+        return ByRow(dim=0, inner=inner, step=ANY_STEP if name in self.graph.places else 0)
 
     def _call_effect(self, node: fx.Node, tensors: list[torch.Tensor]) -> Effect:
         if node.target in (torch.tensor, torch.as_tensor) and isinstance(node.args[0], (int, float)):
@@ -259,8 +272,11 @@ class Follower(TorchDispatchMode):
             return state
         if isinstance(state, Free):
             return _partly(old, state, written, other) if isinstance(old, Free) else old
-        if not isinstance(state, ByRow):
+        if not isinstance(state, ByRow | OneRow):
             return state
+        if isinstance(state, OneRow):
+            self.note(Kind.ROW_NUMBER)
+            return Mixed()
         step = written.stride(state.dim) * state.inner
         for dim in range(other.dim()):
             inner, left = divmod(step, max(1, other.stride(dim)))
@@ -301,6 +317,9 @@ class Follower(TorchDispatchMode):
 
     def _effect_of(self, call: RowCall) -> RowState | list[RowState]:
         known = operator_of(call.func)
+        of_one = [t for t in call.tensors() if isinstance(self.state(t), OneRow)]
+        if of_one and (known.elements is not Elements.JOINED or len({*map(self.state, of_one)}) == 1):
+            return self._effect_of_one_row(call, of_one)
         if known.rows is not None:
             return known.rows(call)
         states = [self.state(tensor) for tensor in call.tensors()]
@@ -313,12 +332,25 @@ class Follower(TorchDispatchMode):
             return call.mix(Kind.NO_RECORD)
         return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)
 
+    def _effect_of_one_row(self, call: RowCall, operands: Sequence[torch.Tensor]) -> RowState | list[RowState]:
+        """The effect of a call of which some operands are of one row: to all other rows they are constants."""
+        before = {id(tensor): self.state(tensor) for tensor in operands}
+        (number, *others) = {state.number for state in before.values() if isinstance(state, OneRow)}
+        if others or not all(isinstance(self.state(t), Free) for t in call.tensors() if id(t) not in before):
+            return nonlinear(call, *map(self.state, call.tensors())) or call.mix(Kind.ROW_NUMBER)
+        for tensor in operands:
+            self.states[id(tensor)] = Free(scale=self.state(tensor).scale, varies=whole(range(tensor.dim())))
+        found = self._effect_of(call)
+        self.states.update(before)
+        states = found if isinstance(found, list) else [found] * max(1, len(call.results()))
+        return [OneRow(s.scale, number) if isinstance(s, Free) else s for s in states]
+
     def trail(self, loss: fx.Node) -> Trail:
         """The result, once all nodes were seen."""
         (tensor,) = value_tensors(loss.meta["val"])
         state = self.state(tensor)
         is_clear = self.is_clear and not (isinstance(state, ByRow) and self.rows == 1)
-        state = Mixed() if isinstance(state, ByRow) else state
+        state = Mixed() if isinstance(state, ByRow | OneRow) else state
         reaching = self.origins.get(id(tensor), frozenset())
         return Trail(state, self.found, reaching, self.numbers, frozenset(self.by_rows), is_clear)
 

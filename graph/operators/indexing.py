@@ -10,7 +10,7 @@ import torch
 from .pointwise import Operand, combine, fill_state, operands, together
 from .record import Elements, RowCall, constants, nonlinear, nothing, plain, record
 from .reductions import PER_ROW
-from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
+from .states import ANY_STEP, ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
 from .views import move_dims
 from .workspace import indexing as workspace_indexing
 from .workspace import scans as workspace_scans
@@ -131,7 +131,7 @@ def _rows_by_number(
         if any((s.dim + len(shape) - len(p), s.inner, s.order) != (dim, 1, None) for s, p in rows):
             return call.mix(Kind.PAIRS)
         return ByRow(scale=state.scale, dim=dim + at, inner=inner)
-    if state.order is None and isinstance(which, ByRow) and which.step == state.inner and which.step:
+    if state.order is None and isinstance(which, ByRow) and which.step in (state.inner, ANY_STEP):
         return ByRow(scale=state.scale, dim=which.dim + before + at, inner=which.inner)
     return call.mix(Kind.REORDERED)
 

@@ -34,6 +34,7 @@ class Scale:
 
 
 ONE = Scale()
+ANY_STEP = -1  # of positions in whichever values of rows they index
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,20 @@ class Free(RowState):
 @dataclass(frozen=True)
 class ByRow(RowState):
     """Each element depends on one row: that of its place along `dim`. `order` is not None where the places are permuted
-    and names the permutation. `step`: the values are positions that count `step` elements for each row."""
+    and names the permutation. `step`: the values are positions that count `step` elements for each row, or
+    `ANY_STEP`."""
 
     dim: int = 0
     inner: int = 1
     order: int | None = None
     step: int = 0
+
+
+@dataclass(frozen=True)
+class OneRow(RowState):
+    """All elements depend on the row of this number, and on no other."""
+
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from .states import (
     Free,
     Kind,
     Mixed,
+    OneRow,
     OverRows,
     Permutation,
     RowState,
@@ -145,7 +146,8 @@ def narrow(call: RowCall) -> RowState:
 def part(
     call: RowCall, state: RowState, value: torch.Tensor, dim: int, start: int, size: int, step: int = 1
 ) -> RowState:
-    """The state of `size` elements of a value along a dimension, `step` apart. Whole runs of rows stay rows."""
+    """The state of `size` elements of a value along a dimension, `step` apart. Whole runs of rows stay rows, and
+    what is of one row is that."""
     if isinstance(state, Free):
         return replace(state, counts=None) if state.counts and state.counts[0] == dim and start else state
     if not isinstance(state, ByRow | Permutation) or state.dim != dim or (size == value.shape[dim] and step == 1):
@@ -153,17 +155,37 @@ def part(
     if call.rows == 1:
         return call.unclear()
     each = call.rows * state.inner
-    if step == 1 and start % each == 0 and size % each == 0 and isinstance(state, ByRow) and state.order is None:
+    if step != 1 or not isinstance(state, ByRow) or state.order is not None:
+        return call.mix(Kind.REORDERED)
+    if start % each == 0 and size % each == 0:
         return state
-    return call.mix(Kind.REORDERED)
+    row, before = divmod(start, state.inner)
+    return one_row(call, state, row) if 0 < size <= state.inner - before else call.mix(Kind.REORDERED)
+
+
+def one_row(call: RowCall, state: ByRow, place: int) -> OneRow:
+    """The state of a part that is of the row at a place along the rows."""
+    return OneRow(scale=state.scale, number=place % call.rows)
 
 
 def select(call: RowCall) -> RowState:
+    return _select(call, call["index"])
+
+
+def unbind(call: RowCall) -> list[RowState]:
+    return [_select(call, i) for i in range(len(call.results()))]
+
+
+def _select(call: RowCall, index: int) -> RowState:
     value, state = call["self"], call.state("self")
     dim = call["dim"] % value.dim()
-    if isinstance(state, ByRow | Permutation) and state.dim == dim:
-        return call.mix(Kind.ROW_NUMBER) if call.rows > 1 else call.unclear()
-    return move_dims(state, [d - (d > dim) if d != dim else None for d in range(value.dim())])
+    if not isinstance(state, ByRow | Permutation) or state.dim != dim:
+        return move_dims(state, [d - (d > dim) if d != dim else None for d in range(value.dim())])
+    if call.rows == 1:
+        return call.unclear()
+    if not isinstance(state, ByRow) or state.order is not None:
+        return call.mix(Kind.ROW_NUMBER)
+    return one_row(call, state, index % value.shape[dim] // state.inner)
 
 
 def split(call: RowCall) -> list[RowState]:
@@ -178,20 +200,23 @@ def split(call: RowCall) -> list[RowState]:
 def concatenate(call: RowCall) -> RowState:
     values = [value for value in call["tensors"] if value.shape != (0,)]
     out = call.results()[0]
-    return join(call, values, call["dim"] % max(1, out.dim()), [call.tensor_state(value) for value in values])
+    dim = call["dim"] % max(1, out.dim())
+    return join(call, [value.shape[dim] for value in values], dim, [call.tensor_state(value) for value in values])
 
 
 def stack(call: RowCall) -> RowState:
     out = call.results()[0]
     at = call["dim"] % out.dim()
     states = [move_dims(call.tensor_state(v), [d + (d >= at) for d in range(v.dim())]) for v in call["tensors"]]
-    return join(call, call["tensors"], at, states)
+    return join(call, [1] * len(states), at, states)
 
 
-def join(call: RowCall, values: Sequence[torch.Tensor], dim: int, states: Sequence[RowState]) -> RowState:
-    """The state of values put one after another along a dimension."""
+def join(call: RowCall, sizes: Sequence[int], dim: int, states: Sequence[RowState]) -> RowState:
+    """The state of values put one after another along a dimension, which has these sizes in them."""
     if any(isinstance(state, Mixed) for state in states):
         return Mixed()
+    if any(isinstance(state, OneRow) for state in states):
+        return _join_rows(call, sizes, dim, states)
     if any(isinstance(state, Permutation) for state in states):
         return call.mix(Kind.REORDERED)
     rows = [state for state in states if isinstance(state, ByRow)]
@@ -210,6 +235,16 @@ def join(call: RowCall, values: Sequence[torch.Tensor], dim: int, states: Sequen
     if any(isinstance(state, Free) and differs(state, first.dim, first.inner, call.rows) for state in states):
         call.watcher.note(Kind.ROW_NUMBER)
     return first
+
+
+def _join_rows(call: RowCall, sizes: Sequence[int], dim: int, states: Sequence[RowState]) -> RowState:
+    """The state of values of single rows: the rows, if those of each are there, as many of each and in their order."""
+    numbers = [state.number if isinstance(state, OneRow) else -1 for state in states]
+    of_row = [sum(size for size, number in zip(sizes, numbers) if number == row) for row in range(call.rows)]
+    scales = {state.scale for state in states}
+    if -1 in numbers or numbers != sorted(numbers) or len({*of_row, *scales}) != 2 or not of_row[0]:
+        return call.mix(Kind.ROW_NUMBER)
+    return ByRow(scale=scales.pop(), dim=dim, inner=of_row[0])
 
 
 def _join_constants(states: Sequence[RowState], dim: int) -> Free:
@@ -314,7 +349,7 @@ record("repeat", rows=repeat, elements=Elements.SPREAD, workspace=nothing)
 record("slice", rows=slice_dim, elements=Elements.PART)
 record("narrow", rows=narrow, elements=Elements.PART)
 record("select", rows=select, elements=Elements.PART)
-record("unbind", rows=select)
+record("unbind", rows=unbind)
 record("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", rows=split)
 record("cat", rows=concatenate, elements=Elements.JOINED, workspace=nothing)
 record("stack", rows=stack, elements=Elements.JOINED, workspace=nothing)

@@ -155,6 +155,7 @@ def read_made_inputs(graph: OpGraph, nodes: PrologueNodes, made: Sequence[MadeIn
     """Let the program read inputs and constants in place of what a prologue makes, of which it then has nothing."""
     prologue = nodes.outputs(graph.graph)
     require_number(prologue, len(made))
+    graph.places = frozenset(each.name for each in made if each.places != 0)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     inputs = {node.target: node for node in graph.nodes if node.op == "placeholder"}
     new: dict[fx.Node, fx.Node] = {}
