@@ -277,6 +277,28 @@ def compact(call: RowCall) -> RowState | list[RowState]:
     return constants(call) if are_constants else nonlinear(call, *states) or call.mix(Kind.REORDERED)
 
 
+def fill_places(call: RowCall) -> RowState | list[RowState]:
+    """Elements in their order into the places of a mask: those of a row are the row's own where its mask has a place
+    for each, which a check of each micro-batch makes sure of (`follow/filled.py`)."""
+    value, mask, source = call["self"], call["mask"], call["source"]
+    before = (1,) * (value.dim() - mask.dim())
+    states = [call.state("self"), move_dims(call.state("mask"), [d + len(before) for d in range(mask.dim())])]
+    states.append(call.state("source"))
+    shapes = (value.shape, before + mask.shape, source.shape)
+    rows = [state for state in states if isinstance(state, ByRow)]
+    are_in_order = all(
+        (state.dim, state.inner * call.rows, state.order) == (0, shape[0], None)
+        for state, shape in zip(states, shapes)
+        if isinstance(state, ByRow)
+    )
+    if (len(rows) < 3 and not (len(rows) == 2 and isinstance(states[0], Free))) or not are_in_order:
+        return compact(call)
+    if len({state.scale.power for state in rows}) > 1:
+        return call.mix(Kind.UNEVEN)
+    scale = replace(rows[0].scale, unsure=any(state.scale.unsure for state in rows))
+    return ByRow(scale=scale, inner=value.shape[0] // call.rows)
+
+
 def write_part(call: RowCall) -> RowState:
     source, state, value = call.state("src"), call.state("self"), call["self"]
     names = ("dim1", "dim2") if call.name == "diagonal_scatter" else ("dim",)
@@ -320,7 +342,7 @@ record("index_add", "index_copy", rows=put_along, workspace=nothing)
 record("index_fill", "index_reduce", rows=put_along)
 record("take", rows=take)
 record("scatter", "scatter_add", "scatter_reduce", rows=scatter, workspace=nothing)
-record("masked_scatter", rows=compact, workspace=workspace_scans.masked_scatter)
+record("masked_scatter", rows=fill_places, workspace=workspace_scans.masked_scatter)
 record("masked_select", "nonzero", "_unique2", "unique_consecutive", "unique_dim", rows=compact)
 record("penstock::linear_sum_assignment", rows=compact, workspace=nothing)
 record("slice_scatter", "select_scatter", "diagonal_scatter", rows=write_part)

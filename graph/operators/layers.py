@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .kernels import no_kernel
@@ -65,6 +67,14 @@ def first_dim(call: RowCall) -> RowState | list[RowState]:
     if len(rows) == 1 and [*rows.values()] == [(0, call.results()[0].shape[0])]:
         return next(iter(rows))
     return call.mix(Kind.ACROSS) if rows else constants(call)
+
+
+def grid_sample(call: RowCall) -> RowState | list[RowState]:
+    """Each place of the grid takes elements of the input on its own."""
+    state = call.state("grid")
+    if isinstance(state, ByRow) and 0 < state.dim < call["grid"].dim() - 1 and isinstance(call.state("input"), Free):
+        return plain(replace(state, dim=state.dim + 1))  # after the channels of the input
+    return first_dim(call)
 
 
 def elementwise_loss(call: RowCall) -> RowState:
@@ -196,10 +206,8 @@ record(
     "_upsample_nearest_exact2d", "pixel_shuffle", "pixel_unshuffle", "col2im", "max_unpool2d",
     "_upsample_nearest_exact3d", "channel_shuffle", "max_unpool3d", rows=pool,
 )  # fmt: skip
-record(
-    "grid_sampler_2d", "grid_sampler_3d", "affine_grid_generator", "fractional_max_pool2d", "fractional_max_pool3d",
-    rows=first_dim,
-)  # fmt: skip
+record("grid_sampler_2d", "grid_sampler_3d", rows=grid_sample)
+record("affine_grid_generator", "fractional_max_pool2d", "fractional_max_pool3d", rows=first_dim)
 record(
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", rows=elementwise_loss,

@@ -150,10 +150,12 @@ def part(
     what is of one row is that."""
     if isinstance(state, Free):
         return replace(state, counts=None) if state.counts and state.counts[0] == dim and start else state
-    if not isinstance(state, ByRow | Permutation) or state.dim != dim or (size == value.shape[dim] and step == 1):
+    if not isinstance(state, ByRow | Permutation) or state.dim != dim:
         return state
     if call.rows == 1:
         return call.unclear()
+    if size == value.shape[dim] and step == 1:
+        return state
     each = call.rows * state.inner
     if step != 1 or not isinstance(state, ByRow) or state.order is not None:
         return call.mix(Kind.REORDERED)
@@ -238,7 +240,7 @@ def join(call: RowCall, sizes: Sequence[int], dim: int, states: Sequence[RowStat
 
 
 def _join_rows(call: RowCall, sizes: Sequence[int], dim: int, states: Sequence[RowState]) -> RowState:
-    """The state of values of single rows: the rows, if those of each are there, as many of each and in their order."""
+    """The state of values of single rows: the rows, if all are there in their order, with equal parts."""
     numbers = [state.number if isinstance(state, OneRow) else -1 for state in states]
     of_row = [sum(size for size, number in zip(sizes, numbers) if number == row) for row in range(call.rows)]
     scales = {state.scale for state in states}

@@ -71,6 +71,30 @@ def _fill(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     return (wide.flatten(1) @ model.layer.weight.repeat(2, 1)).square().mean()
 
 
+def _rows_one_by_one(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    """Images of their own attention: pieces of a row, computed alone, and put back."""
+    pieces = h.view(-1, 4).split([2] * len(h))
+    seen = torch.cat([(piece @ piece.t()).softmax(-1) @ piece for piece in pieces])
+    return (seen.view(len(h), FEATURES) @ model.layer.weight).square().mean()
+
+
+def _select_rows(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([-row.log_softmax(-1).gather(0, target[None]).sum() for row, target in zip(h, y)]).mean()
+
+
+def _features_into_places(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    """Half of the elements of each row are those of others of the row, in their order."""
+    mask = torch.arange(FEATURES).expand(len(h), FEATURES) % 2 + 0 * y[:, None] == 0
+    filled = h.masked_scatter(mask, (2 * h[:, :4]).exp().flatten())
+    return F.cross_entropy(filled, y)
+
+
+def _grid(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    """A table of weights, read between its entries at places of all rows."""
+    places = h.view(1, -1, 1, 2)
+    return F.grid_sample(model.layer.weight.view(1, 4, 4, 4), places, align_corners=False).square().mean()
+
+
 def _sorted_back(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     """Rows grouped by class, as experts see them, and back in their order."""
     order = torch.argsort(y)
@@ -131,6 +155,10 @@ MEANS: dict[str, Loss] = {
     "by a number as a tensor": lambda model, h, y: h.square().sum() / torch.tensor(float(len(h))),
     "part of a constant": _masked_columns,
     "parts of three constants": _joined_angles,
+    "rows one by one": _rows_one_by_one,
+    "rows selected": _select_rows,
+    "features into places": _features_into_places,
+    "read by places of all rows": _grid,
 }
 SUMS: dict[str, Loss] = {
     "sum": lambda model, h, y: F.cross_entropy(h, y, reduction="sum"),
@@ -177,6 +205,10 @@ def _balanced(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
 
 
 COUPLED: dict[str, Loss] = {
+    "first row": lambda model, h, y: F.cross_entropy(h[0], y[0]),
+    "first row for all": lambda model, h, y: F.cross_entropy(h + h[:1], y),
+    "rows turned": lambda model, h, y: F.cross_entropy(torch.cat([*reversed(h.split(1))]), y),
+    "all but one": lambda model, h, y: F.cross_entropy(torch.stack([*h.unbind()][1:]), y[1:]),
     "in-batch negatives": _in_batch,
     "simclr": _simclr,
     "triplets of rows": lambda model, h, y: F.triplet_margin_loss(h, h.sin(), h.roll(1, 0)),

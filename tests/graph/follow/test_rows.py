@@ -197,7 +197,12 @@ STEPS: dict[str, Step] = {
     "clamped": lambda h, w: h.clamp(min=0.1),
     "row of weights": lambda h, w: h * w[:1],
     "doubled rows": lambda h, w: torch.cat([h, h.exp()]).tanh().chunk(2)[1],
+    "row by row": lambda h, w: torch.cat([(row @ w).relu() + 0.1 for row in h.split(1)]),
+    "rows stacked": lambda h, w: torch.stack([row.softmax(-1) * row for row in h]),
     # what mixes
+    "a row for all": lambda h, w: h + h[0],
+    "rows exchanged": lambda h, w: torch.cat([h[1:2], h[:1], h[2:]]),
+    "shares of rows": lambda h, w: torch.cat([row / len(h) for row in h.split(1)]),
     "softmax over rows": lambda h, w: h.softmax(0),
     "centred": lambda h, w: h - h.mean(0, keepdim=True),
     "shifted": lambda h, w: h.roll(1, 0),
@@ -264,7 +269,7 @@ def test_the_verdict_is_that_of_numbers(steps: list[str], end: str, count: int) 
     found = facts_of(model, batch, count)
     if not found.couplings:
         assert agrees(model, batch, found.power)
-    first = list(STEPS)[: list(STEPS).index("softmax over rows")]
+    first = list(STEPS)[: list(STEPS).index("a row for all")]
     if all(step in first for step in steps) and end != "root":
         assert not found.couplings
 

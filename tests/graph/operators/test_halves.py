@@ -83,6 +83,8 @@ def trial_of(func: Any, args: Any, kwargs: Any, out: Any, places: dict[int, int]
         whole = func(*together[0], **together[1])
     except (RuntimeError, IndexError, ValueError, NotImplementedError):  # of sizes that do not fit
         return
+    if operator_name(func) == "masked_scatter" and not (is_filled(*args) and is_filled(*second[0])):
+        return
     rule = operator_of(func).rows or (elementwise if is_pointwise(func) else None)
     found = None if rule is None else rule(RowCall(watcher, func, *together, whole))
     results = list(value_tensors(whole))
@@ -91,6 +93,11 @@ def trial_of(func: Any, args: Any, kwargs: Any, out: Any, places: dict[int, int]
         shapes = [tuple(t.shape) for t in (*value_tensors(together[0]), *value_tensors(together[1]))]
         text = f"{shapes}, rows in {list(places.values())}: {states} {watcher.kinds}"
         yield Trial(text, rows, states, watcher.kinds, results, list(zip(*halves)))
+
+
+def is_filled(value: Tensor, mask: Tensor, source: Tensor) -> bool:
+    """Whether a mask has a place for each element: programs of several micro-batches check it."""
+    return int(mask.expand_as(value).sum()) == source.numel()
 
 
 def is_close(first: Tensor, second: Tensor) -> bool:
