@@ -159,6 +159,8 @@ class DeviceSession:
 
     def _warm_up(self, programs: list[Program]) -> None:
         """Load the kernels of all stages, as the first step would, while no message is under way."""
+        if not self._computes:
+            return
         compute = self.streams.streams_of(self.plans["step"])[ops.COMPUTE]
         assert isinstance(compute, CudaStream)
         with self.streams.issuing(), on_stream(compute.stream):
@@ -220,11 +222,18 @@ class DeviceSession:
             )
 
     @property
+    def _computes(self) -> bool:
+        """False for a device that the plan leaves idle."""
+        return ops.COMPUTE in self.plans["step"].streams
+
+    @property
     def _has_graphs(self) -> bool:
         return self.setup.interface.cuda_graphs and self.device.type == "cuda"
 
     def _compute(self, run: Callable[[], None]) -> None:
         """Run this on the stream of computation, between steps, and give back the memory that it leaves."""
+        if not self._computes:
+            return
         stream = self.streams.streams_of(self.plans["step"])[ops.COMPUTE]
         stream.begin()
         try:

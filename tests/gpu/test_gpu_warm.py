@@ -45,3 +45,16 @@ def test_warming_up_leaves_no_memory(make: Callable[..., penstock.Job]) -> None:
             )
         assert torch.cuda.max_memory_allocated(DEVICE) > before[0]
         assert (torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)) == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.multi
+def test_a_gpu_that_a_plan_leaves_idle_does_not_end_the_step() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    wanted = float(model(x).square().mean())
+    batch, machine = {"input": x}, penstock.Hardware.detect()
+    with penstock.compile(
+        model, machine, example_inputs=batch, loss_fn=lambda y, _: y.square().mean(), micro_batches=1
+    ) as job:
+        first, second = (float(job.step(batch)) for _ in range(2))
+        assert first == pytest.approx(wanted, rel=1e-4) and second < first
