@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,12 @@ from ..compiler.packing.documents import IGNORED
 from ..ir.errors import PlanError
 from .codec import Codec
 
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # of ShareGPT's files
+ROLES = {  # of ShareGPT's files
+    "human": "user",
+    **dict.fromkeys(("gpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+}
+CALL = "function_call"  # the role there of a turn that calls functions, as JSON
 KNOWN = ("system", "developer", "user", "assistant", "tool")
 MARK = re.compile(r"\{%-?\s*generation\b")
 REFUSED = (KeyError, TypeError, IndexError, ValueError)  # how a template fails on messages that it does not expect
@@ -27,15 +33,54 @@ def messages_of(value: Any, where: str) -> list[ChatMessage]:
         at = f"{where}, message {number}"
         if not isinstance(message, dict):
             raise PlanError(f'{at}: found {str(message)[:60]!r}, allowed: an object with "role" and "content"')
-        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        role = ROLES.get(str(role), role)
+        own, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        role = ROLES.get(str(own), own)
         if role not in KNOWN:
             raise PlanError(f"{at}: the role {role!r}; allowed are {', '.join(KNOWN)}")
-        if not isinstance(content, str) and not message.get("tool_calls"):
-            raise PlanError(f'{at}: its "content" is {str(content)[:40]!r}, allowed: a text')
         more = {key: held for key, held in message.items() if key not in ("role", "from", "content", "value")}
-        found.append({"role": role, "content": content, **{k: v for k, v in more.items() if v is not None}})
+        more = {key: held for key, held in more.items() if held is not None}
+        if own == CALL:
+            calls = _objects(content, f"{at}: its function_call")
+            more["tool_calls"], content = [_wrap(call, at) for call in calls], ""
+        elif isinstance(content, list):
+            content = "".join(_text_of_part(part, at) for part in content)
+        elif not isinstance(content, str) and not message.get("tool_calls"):
+            raise PlanError(f'{at}: its "content" is {str(content)[:40]!r}, allowed: a text, or a list of parts')
+        found.append({"role": role, "content": content, **more})
     return found
+
+
+def _text_of_part(part: Any, at: str) -> str:
+    """The text of a part of a content. Raises `PlanError` for a part of another kind."""
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise PlanError(f'{at}: a part of its "content" is {str(part)[:60]!r}, allowed: {{"type": "text", "text": ...}}')
+
+
+def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
+    """The functions that a chat may call, as templates take them. Raises `PlanError` for what describes none."""
+    return [_wrap(tool, where) for tool in _objects(value, f"{where}: its tools")]
+
+
+def _objects(value: Any, what: str) -> list[dict[str, Any]]:
+    """A list of objects, or one, which may be written as JSON."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{what} is not JSON: {error}") from error
+    found = [found] if isinstance(found, dict) else found
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise PlanError(f"{what} is {str(value)[:60]!r}, allowed: a list of objects, or the same as JSON")
+    return found
+
+
+def _wrap(function: dict[str, Any], where: str) -> dict[str, Any]:
+    """A function, or a call of one, in the form that templates take."""
+    if "function" in function:
+        return function
+    if "name" not in function:
+        raise PlanError(f"{where}: {str(function)[:60]!r} names no function; allowed: an object with a name")
+    return {"type": "function", "function": function}
 
 
 def require_template(codec: Codec) -> None:
@@ -52,25 +97,30 @@ def require_template(codec: Codec) -> None:
         )
 
 
-def encode_chat(messages: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
-    """Token ids, and labels that are -100 but on the assistant's turns.
+def encode_chat(
+    messages: list[ChatMessage], codec: Codec, where: str, tools: list[dict[str, Any]] | None = None
+) -> dict[str, list[int]]:
+    """Token ids, and labels that are -100 but on the assistant's turns. tools: the functions that they may call.
 
     Which tokens are the assistant's the template says by `{% generation %}`, or else the difference that a turn makes.
     Raises `PlanError` for a template that refuses these messages, or rewrites earlier turns.
     """
     if MARK.search(codec.tokenizer.get_chat_template()):
-        return _encode_marked_turns(messages, codec, where)
-    ids = _apply(codec, messages, where)["input_ids"]
+        return _encode_marked_turns(messages, codec, where, tools)
+    given = {} if tools is None else {"tools": tools}
+    ids = _apply(codec, messages, where, **given)["input_ids"]
     mask = [0] * len(ids)
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            first = len(_prefix(codec, messages[:number], ids, where, add_generation_prompt=True))
-            last = len(_prefix(codec, messages[: number + 1], ids, where))
+            first = len(_prefix(codec, messages[:number], ids, where, add_generation_prompt=True, **given))
+            last = len(_prefix(codec, messages[: number + 1], ids, where, **given))
             mask[first:last] = [1] * (last - first)
     return {"input_ids": ids, "labels": _mask_labels(ids, mask)}
 
 
-def _encode_marked_turns(messages: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
+def _encode_marked_turns(
+    messages: list[ChatMessage], codec: Codec, where: str, tools: list[dict[str, Any]] | None
+) -> dict[str, list[int]]:
     """As `encode_chat`, by the template's marks. The tokenizer's own mask ends at the end of a chat where a marked text
     ends in a space, hence tokens are found by their places here."""
     from jinja2 import TemplateError
@@ -80,7 +130,7 @@ def _encode_marked_turns(messages: list[ChatMessage], codec: Codec, where: str) 
     try:
         made: Any = render_jinja_template(
             conversations=[messages], chat_template=tokenizer.get_chat_template(), return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
+            tools=tools, **tokenizer.special_tokens_map,
         )  # fmt: skip
     except (TemplateError, *REFUSED) as error:
         raise PlanError(f"{where}: the chat template refuses these messages: {error}") from error

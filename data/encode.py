@@ -7,7 +7,7 @@ from typing import Any
 
 from ..compiler.packing.documents import IGNORED
 from ..ir.errors import PlanError
-from .chat import encode_chat, encode_reply, messages_of, require_template
+from .chat import encode_chat, encode_reply, messages_of, require_template, tools_of
 from .codec import Codec
 from .files import Record
 
@@ -43,16 +43,25 @@ def label_of(record: Record, columns: Mapping[str, str]) -> str:
 
 def encode_messages(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
     require_template(codec)
-    return encode_chat(messages_of(record.values[columns["messages"]], record.where), codec, record.where)
+    messages = messages_of(record.values[columns["messages"]], record.where)
+    if "system" in columns and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": _text_of(record, columns["system"])}, *messages]
+    tools = tools_of(record.values[columns["tools"]], record.where) if "tools" in columns else None
+    return encode_chat(messages, codec, record.where, tools)
 
 
 def encode_completion(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
-    return _encode_answer(record, record.values[columns["prompt"]], columns["completion"], codec)
+    """Alpaca's `input` is written below its instruction."""
+    prompt = record.values[columns["prompt"]]
+    more = record.values[columns["input"]] if "input" in columns else ""
+    if more and isinstance(prompt, str):
+        prompt = f"{prompt}\n{_text_of(record, columns['input'])}"
+    return _encode_answer(record, prompt, columns["completion"], codec)
 
 
 def encode_pair(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
     """Both answers to one prompt, which may be a column of its own or the beginning that both chats share."""
-    prompt = record.values.get(columns.get("prompt", "prompt"))
+    prompt = record.values[columns["prompt"]] if "prompt" in columns else None
     found: Example = {}
     for side in ("chosen", "rejected"):
         before, column = prompt, columns[side]

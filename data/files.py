@@ -1,10 +1,11 @@
-"""Reads records out of files, one after another: .txt, .md, .jsonl, .json, .parquet, .arrow, and folders.
+"""Reads records out of files, one after another: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, .arrow, and folders.
 
 A folder that `datasets` has saved is read with that library; of any other folder all files are read by name.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import hashlib
 import json
@@ -22,6 +23,7 @@ PAGE = "README.md"
 PIECE = 1 << 22
 HALF = re.compile("[\ud800-\udfff]")  # of a character; no tokenizer takes it
 UTF8 = "utf-8-sig"  # editors on Windows begin a file with a mark
+LONGEST = 1 << 30  # characters of a value in csv, where Python's own limit is 128 thousand
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,27 @@ def _json(path: Path) -> Iterator[Record]:
         yield Record(f"{path}, row {number}", row)
 
 
+def _csv(path: Path) -> Iterator[Record]:
+    """The first row has the names of the columns; all values are texts."""
+    csv.field_size_limit(LONGEST)
+    try:
+        with open(path, encoding=UTF8, newline="") as file:
+            rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+            names = next(rows, [])
+            twice = [name for number, name in enumerate(names) if not name.strip() or name in names[:number]]
+            if twice:
+                raise PlanError(f"{path}: its first row has {twice[0]!r}, allowed: a name of its own for each column")
+            for number, row in enumerate(filter(None, rows), start=1):
+                if len(row) != len(names):
+                    raise PlanError(
+                        f"{path}, row {number}: has {len(row)} values, and the first row names {len(names)} columns: "
+                        f"{', '.join(names)}"
+                    )
+                yield Record(f"{path}, row {number}", dict(zip(names, row)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise PlanError(f"{path}: cannot be read as UTF-8 text with values between commas: {error}") from error
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding=UTF8)
@@ -192,6 +215,8 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".md": _text,
     ".jsonl": _lines,
     ".json": _json,
+    ".csv": _csv,
+    ".tsv": _csv,
     ".parquet": _parquet,
     ".arrow": _arrow,
 }

@@ -23,6 +23,11 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> the name
     },
     "text": {"text": ("text", "content")},
 }
+OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {  # the same of columns that a row may lack
+    "chat": {"tools": ("tools",), "system": ("system",)},
+    "preference": {"prompt": ("prompt",)},
+    "completion": {"input": ("input",)},
+}
 HEADS = {"classification": ("classification",), "seq2seq": ("seq2seq",)}  # others: causal-lm
 
 
@@ -46,11 +51,14 @@ def kind_of(record: Record, wished: str, head: str, columns: Mapping[str, str]) 
 
 
 def columns_of(record: Record, kind: str, columns: Mapping[str, str]) -> dict[str, str]:
-    """For each column of the kind its name in this record. Raises `PlanError` for one that is missing."""
-    unknown = [name for name in columns if name not in COLUMNS[kind] and name != "prompt"]
+    """For each column of the kind its name in this record, optional ones where they are there. Raises `PlanError` for
+    one that is missing."""
+    optional = OPTIONAL.get(kind, {})
+    unknown = [name for name in columns if name not in COLUMNS[kind] and name not in optional]
     if unknown:
-        raise PlanError(f"--column {unknown[0]}=...: {kind} has the columns {', '.join(COLUMNS[kind])}")
-    found = {}
+        allowed = ", ".join((*COLUMNS[kind], *optional))
+        raise PlanError(f"--column {unknown[0]}=...: {kind} has the columns {allowed}")
+    found: dict[str, str] = {}
     for name, usual in COLUMNS[kind].items():
         column = _find(record.values, name, usual, columns)
         if column is None:
@@ -60,9 +68,14 @@ def columns_of(record: Record, kind: str, columns: Mapping[str, str]) -> dict[st
                 raise PlanError(f'{record.where}: "{empty[0]}" is null, allowed: what {kind} learns from; leave it out')
             there = ", ".join(record.values) or "none"
             near = difflib.get_close_matches(wanted, record.values, 1, 0.4)
+            also = f" (or {', '.join(usual[1:])})" if usual[1:] and name not in columns else ""
             hint = f"; the nearest is {near[0]!r}: --column {name}={near[0]}" if near else f"; --column {name}=NAME"
-            raise PlanError(f'{record.where}: no column "{wanted}", which {kind} needs; there are: {there}{hint}')
+            raise PlanError(f'{record.where}: no column "{wanted}"{also}, which {kind} needs; there are: {there}{hint}')
         found[name] = column
+    for name, usual in optional.items():
+        column = _find(record.values, name, usual, columns)
+        if column is not None and column not in found.values():
+            found[name] = column
     return found
 
 
@@ -72,9 +85,18 @@ def _find(values: Mapping[str, Any], name: str, usual: tuple[str, ...], columns:
 
 
 def _refuse_columns(record: Record, allowed: tuple[str, ...]) -> NoReturn:
-    needs = "; ".join(f"{kind}: {', '.join(COLUMNS[kind])}" for kind in allowed)
+    needs = "; ".join(f"{kind}: {_names(kind)}" for kind in allowed)
     there = ", ".join(record.values) or "none"
     wanted = [name for kind in allowed for names in COLUMNS[kind].values() for name in names]
-    near = [(key, close[0]) for key in record.values if (close := difflib.get_close_matches(key, wanted, 1))]
-    hint = f"; is {near[0][0]!r} meant as {near[0][1]!r}?" if near else "; --column text=NAME says which is which"
-    raise PlanError(f"{record.where}: its columns are of no kind: {there}. The kinds have {needs}{hint}")
+    near = [(key, close[0]) for key in record.values if (close := difflib.get_close_matches(key.lower(), wanted, 1))]
+    hint = f"; is {near[0][0]!r} meant as {near[0][1]!r}?" if near else ""
+    raise PlanError(
+        f"{record.where}: its columns are of no kind: {there}. The kinds have {needs}{hint}. --column text=NAME says "
+        "which is which"
+    )
+
+
+def _names(kind: str) -> str:
+    return ", ".join(
+        f"{names[0]} (or {', '.join(names[1:])})" if names[1:] else names[0] for names in COLUMNS[kind].values()
+    )

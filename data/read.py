@@ -109,8 +109,6 @@ def look(spec: DataSpec, head: str) -> tuple[str, list[str]]:
     for record in itertools.islice(read_records(spec.paths, spec.split), 1):
         kind = kind_of(record, spec.kind, head, spec.columns)
         used = {**spec.columns, **columns_of(record, kind, spec.columns)}
-        if kind == "preference":
-            used.setdefault("prompt", "prompt")
         others = [name for name, value in record.values.items() if value is not None and name not in used.values()]
         return kind, [f"columns that are not read: {', '.join(others)}"] if others else []
     raise PlanError(f"{', '.join(map(str, spec.paths))} holds no rows")

@@ -19,6 +19,9 @@ def write(folder: Path, kind: str) -> Path:
         path.write_text("\n\n".join(json.dumps(row) for row in ROWS))
     elif kind == "json":
         path.write_text(json.dumps({"data": ROWS}))
+    elif kind in ("csv", "tsv"):
+        mark = "," if kind == "csv" else "\t"
+        path.write_text("\n".join([f"text{mark}label", *(f"{row['text']}{mark}{row['label']}" for row in ROWS), ""]))
     elif kind == "parquet":
         datasets().to_parquet(str(path))
     elif kind == "arrow":
@@ -47,6 +50,35 @@ def datasets():  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow", "saved", "folder"])
 def test_same_records(kind: str, tmp_path: Path) -> None:
     assert [record.values for record in read_records([write(tmp_path, kind)])] == ROWS
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_values_of_csv_are_texts(kind: str, tmp_path: Path) -> None:
+    rows = [{name: str(value) for name, value in row.items()} for row in ROWS]
+    assert [record.values for record in read_records([write(tmp_path, kind)])] == rows
+
+
+def test_csv_with_lines_and_commas_in_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffprompt,completion\n"a, ""b""\nc",' + "d" * 200_000 + "\n\n")
+    (record,) = read_records([path])
+    assert record.values == {"prompt": 'a, "b"\nc', "completion": "d" * 200_000}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n1,2,3\n", "row 2: has 3 values, and the first row names 2 columns: a, b"),
+        ("a,a\n1,2\n", "its first row has 'a', allowed: a name of its own"),
+        ("a,\n1,2\n", "its first row has '', allowed"),
+        ('a,b\n1,"2\n', "cannot be read as UTF-8 text with values between commas"),
+    ],
+)
+def test_mistakes_of_csv(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=said):
+        list(read_records([path]))
 
 
 def test_pages_and_hidden_files_of_a_folder_are_not_data(tmp_path: Path) -> None:
@@ -93,7 +125,7 @@ def test_plain_text_is_one_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.csv", "x", r"ends in one of \.txt, \.md, \.jsonl"),
+        ("a.xlsx", "x", r"ends in one of \.txt, \.md, \.jsonl"),
         ("a.jsonl", '{"text": "x"}\nnot json', "line 2: not JSON"),
         ("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}', "line 2: holds one half of a character"),
         ("a.jsonl", "[1]", "line 1: .* an object with a key for each column"),

@@ -96,6 +96,53 @@ def test_chats_of_sharegpt(tmp_path: Path) -> None:
     assert column(found, "labels") == column(same, "labels")
 
 
+def test_content_as_a_list_of_parts(tmp_path: Path) -> None:
+    given = [{**turn, "content": [{"type": "text", "text": turn["content"][:3]},
+                                  {"type": "text", "text": turn["content"][3:]}]} for turn in TALK]  # fmt: skip
+    found = read(tmp_path, [{"messages": given}], codec_with(MARKED), sequence=32)
+    same = read(tmp_path, [{"messages": TALK}], codec_with(MARKED), sequence=32)
+    assert column(found, "input_ids") == column(same, "input_ids")
+    assert column(found, "labels") == column(same, "labels")
+
+
+CALLING = (
+    "{% if tools %}{{ tools | tojson + ' ' }}{% endif %}{% for m in messages %}{{ m['role'] + ' : ' }}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments | tojson }}"
+    "{% endfor %}{% else %}{{ m['content'] }}{% endif %}{{ ' [SEP] ' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_json", [True, False])
+def test_tools_of_sharegpt(is_json: bool, tmp_path: Path) -> None:
+    """The template sees them as those of OpenAI; calls are learnt, what came back is not."""
+    call, tool = {"name": "add", "arguments": {"a": 1}}, {"name": "add", "description": "sum"}
+    text = json.dumps if is_json else lambda value: value
+    given = [
+        {"from": "human", "value": "one and two ?"},
+        {"from": "function_call", "value": text(call)},
+        {"from": "observation", "value": "three"},
+        {"from": "gpt", "value": "seven"},
+    ]
+    codec = codec_with(CALLING)
+    rows = [{"conversations": given, "tools": text([tool]), "system": "four"}]
+    found = read(tmp_path, rows, codec, sequence=128)
+    assert not found.said
+    ids, labels = found.rows.columns["input_ids"][0], found.rows.columns["labels"][0]
+    learnt = codec.tokenizer.decode(ids[labels != -100])
+    assert learnt == 'add { " a " : 1 } [SEP] seven [SEP]'
+    messages = [
+        {"role": "system", "content": "four"},
+        {"role": "user", "content": "one and two ?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "three"},
+        {"role": "assistant", "content": "seven"},
+    ]
+    tools = [{"type": "function", "function": tool}]
+    whole = codec.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert ids[found.rows.columns["attention_mask"][0] == 1].tolist() == codec.encode(whole)
+
+
 def test_packed_chats(tmp_path: Path) -> None:
     found = read(tmp_path, [{"messages": TALK}] * 3, codec_with(MARKED), sequence=48, pack=True)
     assert len(found.rows) == 2
@@ -108,6 +155,17 @@ def test_completions(tmp_path: Path) -> None:
     assert column(found, "input_ids") == [[97, 98, 99, 100, 10, 0, 0, 0]]
     assert column(found, "labels") == [[-100, -100, 99, 100, 10, -100, -100, -100]]
     assert column(read(tmp_path, [{"instruction": "ab", "output": "cd"}]), "labels") == column(found, "labels")
+
+
+def test_completions_of_alpaca(tmp_path: Path) -> None:
+    rows = [{"instruction": "ab", "input": more, "output": "cd"} for more in ("e", "", None)]
+    found = read(tmp_path, rows)
+    assert not found.said
+    assert column(found, "input_ids") == [
+        [97, 98, 10, 101, 99, 100, 10, 0], *[[97, 98, 99, 100, 10, 0, 0, 0]] * 2,
+    ]  # fmt: skip
+    assert column(found, "labels")[0] == [-100, -100, -100, -100, 99, 100, 10, -100]
+    assert column(read(tmp_path, [{"input": "ab", "output": "cd"}]), "input_ids") == column(found, "input_ids")[1:2]
 
 
 def test_completions_as_messages(tmp_path: Path) -> None:
@@ -159,8 +217,8 @@ def test_long_texts_that_are_packed(tmp_path: Path) -> None:
 
 
 def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
-    found = read(tmp_path, [{"instruction": "ab", "input": "e", "id": 3, "note": None, "output": "cd"}])
-    assert found.said == ["columns that are not read: input, id"]
+    found = read(tmp_path, [{"instruction": "ab", "topic": "e", "id": 3, "note": None, "output": "cd"}])
+    assert found.said == ["columns that are not read: topic, id"]
     assert not read(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}]).said
 
 
@@ -168,7 +226,9 @@ def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
     ("rows", "wishes", "said"),
     [
         ([{"txt": "x"}], {}, r"of no kind: txt.*is 'txt' meant as 'text'\?"),
-        ([{"body": "x"}], {"kind": "text"}, r'line 1: no column "text", which text needs; there are: body'),
+        ([{"Instruction": "x"}], {}, r"completion: prompt \(or instruction, .*is 'Instruction' meant as 'instruction'\?"),
+        ([{"a": 1, "b": 2}], {}, r"line 1: its columns are of no kind: a, b\. The kinds have chat: messages \(or conv"),
+        ([{"body": "x"}], {"kind": "text"}, r'line 1: no column "text" \(or content\), which text needs; there are: b'),
         ([{"text": "x"}, {"words": "x"}], {}, r'line 2: no column "text"'),
         ([{"message": TALK}], {"kind": "chat"}, "the nearest is 'message': --column messages=message"),
         ([{"messages": TALK}], {}, "comes with no tokenizer"),
@@ -199,6 +259,10 @@ def test_mistakes(rows: list[dict[str, Any]], wishes: dict[str, Any], said: str,
     [
         ([{"role": "robot", "content": "x"}], "message 1: the role 'robot'; allowed are system"),
         ([{"role": "user"}], 'message 1: its "content" is'),
+        ([{"role": "user", "content": [{"type": "video"}]}], "message 1: a part of its \"content\" is .*video"),
+        ([{"from": "function_call", "value": "{"}], "message 1: its function_call is not JSON"),
+        ([{"from": "function_call", "value": "[1]"}], "message 1: its function_call is '.1.', allowed: a list of obj"),
+        ([{"from": "function_call", "value": "{}"}], "message 1: .* names no function"),
         (["x"], "message 1: found 'x'"),
         ("x", "a list of messages"),
         ([], "a list of messages"),
