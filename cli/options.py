@@ -308,7 +308,10 @@ class TrainOptions(JobOptions):
 
     data: Annotated[
         list[Path] | None,
-        typer.Option(help=".txt, .jsonl, .json, .parquet, .arrow, a folder of them or of `datasets`; repeatable"),
+        typer.Option(
+            help=".txt, .jsonl, .json, .csv, .parquet, .arrow, a folder of them or of `datasets`, or OWNER/NAME on the "
+            "hub; repeatable"
+        ),
     ] = None
     kind: Annotated[
         str,
@@ -407,6 +410,7 @@ class TrainOptions(JobOptions):
 
     def data_spec(self, paths: list[Path]) -> DataSpec:
         """The request for data in these files. Raises `PlanError` for an unknown kind or wish, with those there are."""
+        from ..data.hub import local_paths
         from ..data.spec import DataKind, DataSpec, LongRows
 
         wishes = (("kind", self.kind, get_args(DataKind)), ("long-rows", self.long_rows, get_args(LongRows)))
@@ -417,7 +421,7 @@ class TrainOptions(JobOptions):
         columns = dict(_key_and_value("column", text, "text=body") for text in self.column or ())
         given = {"kind": self.kind, "columns": columns, "sequence": self.sequence, "targets": self.targets}
         given |= {"long_rows": self.long_rows, "pack": self.pack, "split": self.split}
-        return DataSpec.model_validate({"paths": paths, **given})
+        return DataSpec.model_validate({"paths": local_paths(paths, self.split), **given})
 
 
 def natural_precision(hardware: Hardware) -> str:

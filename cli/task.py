@@ -17,6 +17,7 @@ from ..compiler.planning import rare_collections
 from ..compiler.preference import DPO
 from ..data.codec import Codec
 from ..data.files import SPLITS
+from ..data.hub import is_on_hub
 from ..data.read import read_rows
 from ..data.rows import Rows
 from ..data.streamed import StreamedRows
@@ -64,7 +65,7 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit; what
     needs no data is looked at first."""
     if not options.data:
-        raise PlanError("name the data to train on: --data FILE.txt, FILE.jsonl, FILE.parquet or a folder")
+        raise PlanError("name the data to train on: --data FILE.txt, FILE.jsonl, FILE.parquet, a folder or OWNER/NAME")
     schedule(options.schedule, 0)
     options.optimizer_partial()
     if options.merge and options.adapter is None:
@@ -83,8 +84,11 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
             f"--eval-data {both.pop()}: it is trained on; give other files, or of a folder of `datasets` with several "
             "splits the split's own: FOLDER/test"
         )
-    if options.split != "train" and not any((path / SPLITS).is_file() for path in options.data):
-        raise PlanError(f"--split {options.split}: no --data is a folder that `datasets` saved with several splits")
+    if options.split != "train" and not any((path / SPLITS).is_file() or is_on_hub(path) for path in options.data):
+        raise PlanError(
+            f"--split {options.split}: no --data is a folder that `datasets` saved with several splits, or a name on "
+            "the hub"
+        )
     named = options.named_model()
     if named.inputs is not None:
         raise PlanError(

@@ -193,11 +193,17 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _read_saved(path: Path, split: str) -> Iterator[Record]:
+def require_datasets(path: Path) -> Any:
+    """The library `datasets`. Raises `PlanError` naming the path that needs it."""
     try:
         import datasets
     except ImportError as error:
         raise PlanError(f"{path}: datasets is not installed; pip install 'penstock[data]'") from error
+    return datasets
+
+
+def _read_saved(path: Path, split: str) -> Iterator[Record]:
+    datasets = require_datasets(path)
     try:
         found: Any = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:

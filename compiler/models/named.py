@@ -37,6 +37,7 @@ from .bases import (
     require_base,
 )
 from .from_python import is_python, own_inputs, python_maker, random_input
+from .hub import hub_refusal
 from .table import alias_of, known_models
 
 HEADS = {
@@ -461,7 +462,7 @@ def _download(name: str) -> tuple[dict[str, Any], Path | None]:
 
         directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        raise PlanError(f"cannot download {name!r} from the Hugging Face hub: {error}") from error
+        raise PlanError(f"--download: {hub_refusal(name, error)}. A directory with the model's files works") from error
     return _fields(str(directory), download=False)
 
 

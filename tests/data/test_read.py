@@ -226,9 +226,9 @@ def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
     ("rows", "wishes", "said"),
     [
         ([{"txt": "x"}], {}, r"of no kind: txt.*is 'txt' meant as 'text'\?"),
-        ([{"Instruction": "x"}], {}, r"completion: prompt \(or instruction, .*is 'Instruction' meant as 'instruction'\?"),
+        ([{"Instruction": "x"}], {}, r"prompt \(or instruction, .*is 'Instruction' meant as 'instruction'\?"),
         ([{"a": 1, "b": 2}], {}, r"line 1: its columns are of no kind: a, b\. The kinds have chat: messages \(or conv"),
-        ([{"body": "x"}], {"kind": "text"}, r'line 1: no column "text" \(or content\), which text needs; there are: b'),
+        ([{"body": "x"}], {"kind": "text"}, r'line 1: no column "text" \(or content\), which text needs; there are'),
         ([{"text": "x"}, {"words": "x"}], {}, r'line 2: no column "text"'),
         ([{"message": TALK}], {"kind": "chat"}, "the nearest is 'message': --column messages=message"),
         ([{"messages": TALK}], {}, "comes with no tokenizer"),
