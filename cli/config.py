@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from ..ir.documents import Unreadable, read_yaml
 from ..ir.errors import PlanError
 from .options import TrainOptions
+from .other_trainers import SAME, answer_to
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("model", "head", "labels", "dropout", "download", "adapter", "base", "merge", "beta"),
@@ -40,6 +41,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "logging": ("log", "serve"),
     "saving": ("out", "save_every", "save_on_stop", "resume", "elastic", "offered"),
 }  # fmt: skip
+SECTION_OF = {key: section for section, keys in SECTIONS.items() for key in keys}
 FILE = "config.yaml"
 LineNumbers = Mapping[tuple[str, ...], int]  # a section, or a section and a key -> its line
 WIDTH = 118
@@ -99,21 +101,41 @@ def read_config(path: Path) -> dict[str, Any]:
         raise PlanError(f"{path}: found a {type(document).__name__}, allowed: the sections {', '.join(SECTIONS)}")
     lines = _lines(path)
     found: dict[str, Any] = {}
+    problems: list[str] = []
+
+    def take(section: str, values: Mapping[str, Any], line: LineNumbers) -> None:
+        more = _check_model(path, section, values, line)
+        twice = sorted(found.keys() & more.keys())
+        if twice:
+            where = _line_text(line, section, twice[0])
+            problems.append(f"{path}{where}: {section}.{twice[0]} is given twice, once by another trainer's name")
+        found.update(more)
+
+    def understand(key: str, value: Any, *place: str) -> bool:
+        """Whether it is a key of another trainer: taken as ours, or answered with ours."""
+        own = SAME.get(key)
+        if own is not None:
+            take(SECTION_OF[own], {own: value}, {(SECTION_OF[own], own): lines[(*place, key)]})
+        elif answer := answer_to(key, SECTION_OF):
+            problems.append(f"{path}{_line_text(lines, *place, key)}: {key!r} is of another trainer: {answer}")
+        return own is not None or bool(answer)
+
     for section, values in document.items():
         if section not in SECTIONS:
-            raise PlanError(
-                f"{path}{_line_text(lines, section)}: no section {section!r}{_nearest(str(section), SECTIONS)}"
-            )
-        if not isinstance(values, Mapping):
-            if values is None:
-                continue
-            raise PlanError(
+            if not understand(str(section), values):
+                nearest = _nearest(str(section), SECTIONS)
+                problems.append(f"{path}{_line_text(lines, section)}: no section {section!r}{nearest}")
+        elif isinstance(values, Mapping):
+            for key, value in values.items():
+                if key not in SECTIONS[section] and not understand(str(key), value, section):
+                    problems.append(f"{path}{_line_text(lines, section, key)}: {_unknown(section, str(key))}")
+            take(section, {key: value for key, value in values.items() if key in SECTIONS[section]}, lines)
+        elif values is not None:
+            problems.append(
                 f"{path}{_line_text(lines, section)}: {section} is {values!r}, allowed: keys with values below it"
             )
-        for key in values:
-            if key not in SECTIONS[section]:
-                raise PlanError(f"{path}{_line_text(lines, section, key)}: {_unknown(section, str(key))}")
-        found |= _check_model(path, section, values, lines)
+    if problems:
+        raise PlanError("\n".join(problems))
     return found
 
 
@@ -144,22 +166,19 @@ def _expand_home(value: Any) -> Any:
 
 
 def _unknown(section: str, key: str) -> str:
-    for other, keys in SECTIONS.items():
-        if key in keys:
-            return f"{key!r} belongs to the section {other}, not to {section}"
-    everywhere = {name: other for other, keys in SECTIONS.items() for name in keys}
+    if key in SECTION_OF:
+        return f"{key!r} belongs to the section {SECTION_OF[key]}, not to {section}"
     own = difflib.get_close_matches(key, SECTIONS[section], 1, 0.6)
-    near = own or difflib.get_close_matches(key, everywhere, 1, 0.6)
+    near = own or difflib.get_close_matches(key, SECTION_OF, 1, 0.6)
     if near:
-        return f"{section} has no key {key!r}; the nearest is {everywhere[near[0]]}.{near[0]}"
+        return f"{section} has no key {key!r}; the nearest is {SECTION_OF[near[0]]}.{near[0]}"
     return f"{section} has no key {key!r}; there are {', '.join(SECTIONS[section])}"
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, known, 1, 0.5)
-    for section, keys in SECTIONS.items():
-        if name in keys:
-            return f"; {name!r} is a key of the section {section}"
+    if name in SECTION_OF:
+        return f"; {name!r} is a key of the section {SECTION_OF[name]}"
     return f"; the nearest is {near[0]}" if near else f"; there are {', '.join(known)}"
 
 

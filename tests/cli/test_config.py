@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.cli.config import SECTIONS, config_text, read_config
+from penstock.cli.config import SECTION_OF, SECTIONS, config_text, read_config
 from penstock.cli.main import main
 from penstock.cli.options import TrainOptions
+from penstock.cli.other_trainers import SAME, WRITE
 from penstock.ir.errors import PlanError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train.yaml"
@@ -99,12 +100,58 @@ def test_options_count_more_than_the_file(tmp_path: Path, capsys: pytest.Capture
         ("training:\n  batch: 0\n", r"line 2: training.batch is 0, allowed: int, at least 1 \(rows of"),
         ("training:\n  max_steps: -1\n", r"line 2: training.max_steps is -1, allowed: int | null, at least 1"),
         ("data:\n  eval_fraction: 1.5\n", "line 2: data.eval_fraction is 1.5, allowed: float, at least 0, at most 0.9"),
+        ("learning_rate: fast\n", "line 1: optimizer.lr is 'fast', allowed: float"),
+        ("optimizer: {lr: 1}\nlearning_rate: 2\n", "line 2: optimizer.lr is given twice"),
         ("data:\n  pack: true\n  pack: false\n", "line 3, column 3: the key 'pack' is given twice"),
     ],
 )
 def test_mistakes_are_told_with_their_line(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=said):
         read_config(write(tmp_path, text))
+
+
+def test_keys_of_other_trainers_that_mean_the_same(tmp_path: Path) -> None:
+    """At the top of a file, as these trainers have them, or in any section."""
+    path = write(
+        tmp_path,
+        "base_model: gpt2\nsequence_len: 64\nlearning_rate: 2e-4\nnum_epochs: 3\noutput_dir: out/x\nval_set_size: 0.1\n"
+        "training:\n  lr_scheduler_type: cosine\n  save_steps: 5\n  seed: 3\n",
+    )
+    assert read_config(path) == {
+        "model": "gpt2", "sequence": 64, "lr": 2e-4, "epochs": 3.0, "out": Path("out/x"), "eval_fraction": 0.1,
+        "schedule": "cosine", "save_every": 5, "seed": 3,
+    }  # fmt: skip
+
+
+def test_keys_of_other_trainers_are_answered_all_at_once(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "base_model: gpt2\nmicro_batch_size: 2\ndatasets:\n  - path: a\n    type: alpaca\nlora_r: 8\nfoo: 1\n"
+        "training:\n  per_device_train_batch_size: 4\n  gradient_checkpointing: true\n",
+    )
+    with pytest.raises(PlanError) as caught:
+        read_config(path)
+    said = str(caught.value).replace(f"{path}, ", "").splitlines()
+    assert said == [
+        "line 2: 'micro_batch_size' is of another trainer: write training.batch: N, the rows of all devices and "
+        "micro-batches of a step together; the plan divides them",
+        "line 3: 'datasets' is of another trainer: write data.data: FILE or OWNER/NAME; its columns say the kind, or "
+        "`kind: chat`",
+        "line 6: 'lora_r' is of another trainer: write model.adapter: lora:r=16,alpha=32,targets=q_proj+v_proj",
+        "line 7: no section 'foo'; there are model, data, hardware, plan, optimizer, training, logging, saving",
+        "line 9: 'per_device_train_batch_size' is of another trainer: write training.batch: N, the rows of all devices "
+        "and micro-batches of a step together; the plan divides them",
+        "line 10: 'gradient_checkpointing' is of another trainer: leave it out: the plan decides this",
+    ]
+
+
+def test_the_table_of_other_trainers_keys() -> None:
+    """Each has one answer, of a key that there is, and none is a key of ours."""
+    assert set(SAME.values()) <= SECTION_OF.keys()
+    assert not (SAME.keys() | WRITE.keys()) & SECTION_OF.keys() and not SAME.keys() & WRITE.keys()
+    for key, text in WRITE.items():
+        own = text.partition(":")[0]
+        assert own in SECTION_OF or own == "leave it out", key
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
