@@ -343,6 +343,10 @@ class TrainOptions(JobOptions):
     warmup_steps: Annotated[int, typer.Option(min=0, help="in which the learning rate rises from 0")] = 0
     warmup_ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="the same as a share of all steps")] = 0.0
     save_every: Annotated[int, typer.Option(min=0, help="steps from one checkpoint to the next; 0: at the end")] = 0
+    save_total_limit: Annotated[
+        int,
+        typer.Option(min=1, help="checkpoints to keep: 1 is OUT/checkpoint itself, more are OUT/checkpoint/step-N"),
+    ] = 1
     save_on_stop: Annotated[bool, typer.Option(help="a run that Ctrl-C ends saves a checkpoint first")] = True
     eval_every: Annotated[
         int, typer.Option(min=0, help="steps from one evaluation to the next; the best model is kept in OUT/best")

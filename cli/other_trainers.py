@@ -24,7 +24,7 @@ WRITE: Mapping[str, str] = {  # what to write instead
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "micro_batch_size", "train_batch_size"), BATCH
     ),
-    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size"), "leave it out: evaluations have batches of `batch`"),
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size"), "leave it out: evaluations take `batch`"),
     **dict.fromkeys(("datasets", "dataset", "dataset_name", "dataset_dir", "dataset_text_field"), DATA),
     **dict.fromkeys(("test_datasets", "eval_dataset"), "eval_data: FILE"),
     **dict.fromkeys(
@@ -60,7 +60,7 @@ WRITE: Mapping[str, str] = {  # what to write instead
          "sample_packing_sequence_len", "pad_to_sequence_len", "use_cache", "dataloader_drop_last"), PLANNED,
     ),
     **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_strategy"), "leave it out: `hf upload NAME OUT/model` after the run does it"
+        ("push_to_hub", "hub_model_id", "hub_strategy"), "leave it out: `hf upload NAME OUT/model` does it afterwards"
     ),
 }  # fmt: skip
 

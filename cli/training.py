@@ -25,12 +25,12 @@ from rich.console import Console
 from torch import Tensor
 
 from ..compiler.job.job import Job
-from ..compiler.job.preflight import own_device
+from ..compiler.job.preflight import own_device, require_kind_of_machine
 from ..compiler.search.offer import Offer
 from ..data.rows import Rows, evaluation_batches
 from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
 from ..ir.units import format_seconds
-from ..runtime.state.checkpoint import find_latest
+from ..runtime.state.checkpoint import find_latest, remove_oldest
 from ..runtime.state.durable import Lock
 from ..training.broadcast import Broadcast, facts_of, telling
 from ..training.listener import Listener
@@ -47,6 +47,7 @@ from .task import COUNTED, TrainingTask, compile_task, prepare
 from .working import working
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
+STEP = "step-"  # before its number, the name of one of several checkpoints
 BEST = "best"  # the same: the best evaluation so far
 
 
@@ -85,6 +86,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         listeners = _listeners(options, screen, pages) if is_main else []
         planned = options.with_offer()
         hardware = planned.machine()
+        require_kind_of_machine(hardware)
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
             job = compile_task(planned, task, hardware)
@@ -173,7 +175,8 @@ class _Run:
 
     def resume(self) -> None:
         """Go on from the last checkpoint. Raises `CheckpointError` for one of other data."""
-        data = self.job.resume(self.checkpoint)
+        latest = find_latest(self.checkpoint)
+        data = self.job.resume(latest if latest is not None and latest.name.startswith(STEP) else self.checkpoint)
         for key, value in self.what_is_read().items():
             if data.get(key) != value:
                 raise CheckpointError(
@@ -292,16 +295,20 @@ class _Run:
         self.broadcast.tell_ended()
         data = {**self.what_is_read(), WRITTEN: self.broadcast.records.state(), BEST: self.best.state()}
         self.saved_step = job.step_count
+        limit = self.options.save_total_limit
+        is_one = limit == 1 and not any(self.checkpoint.glob(f"{STEP}*"))
+        place = self.checkpoint if is_one else self.checkpoint / f"{STEP}{job.step_count}"
         try:
-            save = job.save(self.checkpoint, data=data, wait=False)
+            save = job.save(place, data=data, wait=False)
+            if self.is_over:
+                save.wait()
         except NoRoomForCopy as error:
             if not self.said_no_room:
                 self.screen.print(f"training waits for its saves: {error}", soft_wrap=True)
             self.said_no_room = True
-            job.save(self.checkpoint, data=data)
-            return
-        if self.is_over:
-            save.wait()
+            job.save(place, data=data)
+        if not is_one and job.driver.is_main:
+            remove_oldest(self.checkpoint, limit if self.is_over else max(1, limit - 1))
 
     def write_model(self, name: str, merge: bool = False) -> Path:
         """The weights as they are now, and the tokenizer, in a directory of that name."""

@@ -45,6 +45,14 @@ def require_machine(hardware: Hardware, programs: Sequence[Program], ssd_dirs: S
         )
 
 
+def require_kind_of_machine(hardware: Hardware) -> None:
+    """Raise `HardwareError` where no plan for this hardware runs here: without a GPU, or with less DRAM. A plan may use
+    fewer GPUs than there are; `require_machine` counts them."""
+    _require_gpus(hardware, 1)
+    if own_device() < len(hardware.devices):
+        _require_dram(hardware, hardware.devices[own_device()].host)
+
+
 def require_constants(folder: Folder) -> None:
     """Raise `PlanError` where the model uses an unregistered tensor that has no value, as it was made on meta."""
     used = {row.name for spec in folder.interface.stages.values() for row in spec.constants}
@@ -73,8 +81,8 @@ def _require_gpus(hardware: Hardware, num_devices: int) -> None:
         wanted = min(wanted, 1)  # a rank may see its own GPU only
     if wanted > present:
         raise HardwareError(
-            f"{hardware.name}: the plan needs {wanted} GPUs on a host, torch {torch.__version__} sees {present} "
-            'here. It can be simulated, not run. Compile for this machine with hardware="auto", or for CPU '
+            f"{hardware.name}: the plan needs {wanted} GPU{'s' * (wanted > 1)} on a host, torch {torch.__version__} sees "
+            f'{present} here. It can be simulated, not run. Compile for this machine with hardware="auto", or for CPU '
             "devices with Hardware.cpu(num_devices=...)"
         )
 

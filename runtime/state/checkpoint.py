@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ from .plain_json import decode, encode
 from .tensor_file import Reads, StoredTensor, TensorFile, code_of, file_bytes, write_tensors
 
 __all__ = ["Checkpoint", "RunPosition", "SavedStage", "ShardRecord", "abort", "begin", "commit"]
-__all__ += ["find_latest", "names_to_save", "open_checkpoint", "save_checkpoint", "write_shard"]
+__all__ += ["find_latest", "names_to_save", "open_checkpoint", "remove_oldest", "save_checkpoint", "write_shard"]
 
 Optimizer = Mapping[str, Mapping[str, Any]]
 
@@ -317,6 +318,15 @@ def find_latest(root: str | os.PathLike[str]) -> Path | None:
         places += [durable.locate(root / name) for name in durable.names_in(root)]
     found = [place for place in places if place is not None and (place / MANIFEST).is_file()]
     return max(found, key=lambda place: read_manifest(place).step, default=None)
+
+
+def remove_oldest(root: str | os.PathLike[str], keep: int) -> None:
+    """Remove the complete checkpoints in a directory, but for the `keep` of the highest steps. Others stay."""
+    root = Path(root)
+    found = [path for path in (root.iterdir() if root.is_dir() else ()) if (path / MANIFEST).is_file()]
+    for path in sorted(found, key=lambda path: read_manifest(path).step)[: max(0, len(found) - keep)]:
+        (path / MANIFEST).unlink()  # first, as half a checkpoint is none
+        shutil.rmtree(path)
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from penstock.cli.interruptible import interruptible
 from penstock.cli.options import JobOptions
 from penstock.cli.training import train
 from penstock.compiler.job.job import Job
-from penstock.ir.errors import CheckpointError, PenstockError, PlanError
+from penstock.ir.errors import CheckpointError, HardwareError, PenstockError, PlanError
 from penstock.runtime.processes.driver import InProcessDriver
 from penstock.runtime.state.durable import Lock
 from penstock.runtime.state.tensor_file import TensorFile
@@ -67,6 +67,28 @@ def test_it_learns_and_says_what_it_does(text: Path, tmp_path: Path, monkeypatch
     assert finished == {1, 12}
     assert [step for step in range(13) if f"step {step} of 12: loss" in said] == [1, 3, 6, 9, 12]
     assert said.index("step 9 of 12: loss") < said.index("step 12 of 12: loss") < said.index("12 steps, ")
+
+
+def test_a_machine_that_is_not_here_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    """Neither data nor model is there."""
+    chosen = options(tmp_path / "gone.txt", tmp_path / "out", model="gone", hardware=["rtx4090x1"], set=None)
+    with pytest.raises(HardwareError, match=r"rtx4090x1: the plan needs 1 GPU on a host, torch \S+ sees 0 here"):
+        run(chosen)
+    chosen = options(tmp_path / "gone.txt", tmp_path / "out", model="gone", dram="900TB")
+    with pytest.raises(HardwareError, match=r"dram0: the plan may use .* this machine has"):
+        run(chosen)
+
+
+def test_checkpoints_that_are_kept(text: Path, tmp_path: Path) -> None:
+    """The last ones, of which a run goes on from the last."""
+    out, given = tmp_path / "out", {"save_every": 1, "save_total_limit": 2}
+    whole, _ = run(options(text, tmp_path / "whole"))
+    first, _ = run(options(text, out, max_steps=4, **given))
+    assert sorted(path.name for path in (out / "checkpoint").iterdir()) == ["step-3", "step-4"]
+    rest, said = run(options(text, out, resume=True, save_every=1))
+    assert "resumed at step 4" in said
+    assert [*first.losses, *rest.losses] == whole.losses
+    assert [path.name for path in (out / "checkpoint").iterdir()] == ["step-6"]
 
 
 @pytest.mark.slow
