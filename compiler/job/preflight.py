@@ -81,9 +81,9 @@ def _require_gpus(hardware: Hardware, num_devices: int) -> None:
         wanted = min(wanted, 1)  # a rank may see its own GPU only
     if wanted > present:
         raise HardwareError(
-            f"{hardware.name}: the plan needs {wanted} GPU{'s' * (wanted > 1)} on a host, torch {torch.__version__} sees "
-            f'{present} here. It can be simulated, not run. Compile for this machine with hardware="auto", or for CPU '
-            "devices with Hardware.cpu(num_devices=...)"
+            f"{hardware.name}: the plan needs {wanted} GPU{'s' * (wanted > 1)} on a host, torch {torch.__version__} "
+            f"sees {present} here. It can be simulated, not run. Compile for this machine with hardware='auto', or for "
+            "CPU devices with Hardware.cpu(num_devices=...)"
         )
 
 

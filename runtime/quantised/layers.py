@@ -81,6 +81,15 @@ class QuantisedLinear(nn.Module):
         """
         return None
 
+    @property
+    def plain_dtype(self) -> torch.dtype | None:
+        """The type that the weight had before; None where its bytes do not say so."""
+        return None
+
+    def unpack(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight in this type, of the bytes of its tensors by name, as its library unpacks it."""
+        raise NotImplementedError
+
     def give_back(self, layer: Any) -> None:
         """Let the library's layer have these weights."""
         raise NotImplementedError
@@ -125,6 +134,15 @@ class Linear4bitBytes(QuantisedLinear):
             input, self.weight, self.absmax, self.bias, *nested, shape=self.shape, blocksize=self.blocksize,
             quant_type=self.quant_type, dtype=self.dtype, compute_dtype=self.compute_dtype,
         )  # fmt: skip
+
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def unpack(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        nested = [parts.get(name) for name in ("nested_absmax", "nested_quant_map", "nested_offset")]
+        form = Format4bit(self.shape, self.blocksize, self.quant_type, self.dtype)
+        return form.unpack(parts["weight"], parts["absmax"], nested, dtype)
 
     def quantiser(self) -> Quantiser4bit:
         return Quantiser4bit(self.dtype, self.blocksize, self.quant_type, self.is_nested, self.is_transposed)
@@ -186,6 +204,11 @@ class Linear8bitBytes(QuantisedLinear):
             input, self.weight, self.SCB, self.bias, threshold=self.threshold, training=self.training
         )
 
+    def unpack(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        packed, scb = tensor_from_bytes(parts["weight"], torch.int8), tensor_from_bytes(parts["SCB"], torch.float32)
+        found: Tensor = bitsandbytes().functional.int8_vectorwise_dequant(packed, scb)
+        return found.to(dtype)
+
     def give_back(self, layer: Any) -> None:
         packed, scb = tensor_from_bytes(self.weight.data, torch.int8), tensor_from_bytes(self.SCB.data, torch.float32)
         layer.weight = type(layer.weight)(packed, requires_grad=False, has_fp16_weights=False, CB=packed, SCB=scb)
@@ -224,11 +247,21 @@ class LinearTorchaoBytes(QuantisedLinear):
             input, self.bias, *parts, kind=self.kind, dtypes=self.dtypes, attributes=self.attributes
         )
 
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        return self.replaced.layer.weight.dtype  # type: ignore[no-any-return]
+
+    def unpack(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        found: Tensor = self._tensor(parts).dequantize()
+        return found.to(dtype)
 
     def give_back(self, layer: Any) -> None:
+        parts = {name: self.get_parameter(name).data for name in self.types}
+        layer.weight, layer.bias = nn.Parameter(self._tensor(parts), requires_grad=False), self.bias
+
+    def _tensor(self, parts: Mapping[str, Tensor]) -> Any:
         form = TorchaoFormat(self.kind, self.dtypes, self.attributes)
-        parts = [self.get_parameter(f"weight_{name}").data for name in self.dtypes]
-        layer.weight, layer.bias = nn.Parameter(form.tensor(parts), requires_grad=False), self.bias
+        return form.tensor([parts[f"weight_{name}"] for name in self.dtypes])
 
 
 def _plain(value: Any) -> Any:

@@ -48,6 +48,13 @@ class PackedLinear(QuantisedLinear):
         """The name in files of one of its tensors; `front`: the layer's, with a dot."""
         return key_of(f"{front}weight" if len(self.shape) == 2 else front.removesuffix("."), name)
 
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        return self.packing.dtype
+
+    def unpack(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return self.packing.unpack([parts[name] for name in self.types], dtype)
+
     def give_back(self, layer: Any) -> None:
         """The plain layer has no place for packed tensors, but its bias."""
         if self.bias is not None:

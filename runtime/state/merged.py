@@ -1,7 +1,7 @@
 """Adapters of PEFT merged into the weights below them, one layer at a time, by PEFT's own arithmetic.
 
 A twin of the model on meta has PEFT's layers. As soon as all tensors of such a layer are there, they are put into the
-twin, PEFT merges them in their own type (fp32 from devices), and what comes out goes to a file under the name that it
+twin, PEFT merges them in fp32, and what comes out goes to a file under the name that it
 has in a model without adapters. A weight that is tied to another one which merging does not change alike is untied, in
 the configuration, too: the merged model then computes what the adapted one does.
 """
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from ...ir.errors import PlanError
 from ..model_names import aliases_of, meta_twin, named_tensors, ties_of
-from .weights import WeightSource
+from ..quantised.plain import Unpacking
+from ..quantised.raw_bytes import as_bytes
+from .weights import PartWeights, WeightSource
 from .wrapped import ModelPart
 
+HALF = (torch.float16, torch.bfloat16)  # merged in fp32, and rounded once
 _APART = "leave merge out, and the adapters are written as they are"
 
 
@@ -49,6 +52,7 @@ class AdaptedLayer:
             for leaf, old in store.items():
                 if old is not None and id(old) in values:
                     new = values[id(old)].detach()
+                    new = new.float() if new.dtype in HALF else new
                     is_param = isinstance(old, nn.Parameter)
                     store[leaf] = real.setdefault(id(old), nn.Parameter(new, False) if is_param else new)
         try:
@@ -65,15 +69,31 @@ class AdaptedLayer:
             self.given = {}
 
 
+class UnpackedWeights(WeightSource):
+    """The weights of a model with bytes under the names of the model with plain layers."""
+
+    def __init__(self, whole: WeightSource, unpacking: Unpacking):
+        self._whole, self._weights = whole, unpacking.weights
+        self.ties = ties_of(unpacking.model)
+
+    def read(self, name: str) -> Tensor:
+        weight = self._weights.get(name)
+        if weight is None:
+            return self._whole.read(name)
+        return weight.unpack({part: as_bytes(self._whole.read(part)) for part in weight.parts.values()})
+
+
 class AdapterMerge:
     """Turns tensors of a PeftModel, stage by stage, into those of the model without adapters, which is `base`, on meta.
+    Quantised weights are unpacked first, one at a time.
 
     Raises `PlanError` for adapters that cannot be merged.
     """
 
     def __init__(self, saved: ModelPart):
-        model: Any = saved.module
-        _require_mergeable(model)
+        _require_mergeable(saved.module)
+        self._unpacking = Unpacking(saved.module)
+        model: Any = self._unpacking.model
         twin: Any = meta_twin(model)
         root: nn.Module = twin.get_base_model()
         self._front = next(f"{path}." for path, inner in twin.named_modules() if inner is root)
@@ -84,6 +104,8 @@ class AdapterMerge:
             warnings.simplefilter("ignore")  # of PEFT about ties, which are put right here
             other: Any = meta_twin(model)
             self.base: Any = other.unload()
+            if self._unpacking.dtype is not None:
+                nn.Module.to(self.base, self._unpacking.dtype)  # transformers' own refuses a model that was quantised
         self._untie()
         self._base_names = set(named_tensors(self.base))
         self._require_merged(model)
@@ -92,6 +114,14 @@ class AdapterMerge:
 
     def merge(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The tensors of the model without adapters that these tensors determine, under its names."""
+        for plain in self._unpacking.unpack(tensors):
+            yield from self._merge_plain(plain)
+
+    def source(self, whole: WeightSource) -> WeightSource:
+        """The weights of the model without adapters, of a source of the saved model's."""
+        return PartWeights(UnpackedWeights(whole, self._unpacking), self.part)
+
+    def _merge_plain(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         for name, tensor in tensors.items():
             first = self._first.get(name, name)
             for alias in self._aliases.get(first, [name]):
@@ -104,6 +134,7 @@ class AdapterMerge:
 
     def rest(self, source: WeightSource) -> Iterator[dict[str, Tensor]]:
         """The layers of which no stage holds all tensors: the computation does not use them."""
+        source = UnpackedWeights(source, self._unpacking)
         for layer in list(self._layers.values()):
             for name in sorted(layer.needed - layer.given.keys()):
                 layer.given[name] = source.read(name)

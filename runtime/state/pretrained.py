@@ -150,13 +150,6 @@ def _merge_of(saved: ModelPart) -> AdapterMerge:
             f"save_pretrained(merge=True): {type(saved.module).__name__} has no adapters of PEFT to merge; leave merge "
             "out, and the model is written as it is"
         )
-    packed = names_of_bytes(saved.module)
-    if packed:
-        raise PlanError(
-            f"save_pretrained(merge=True): {min(packed)} is quantised, and PEFT rounds what it merges into such a "
-            "weight once more. Leave merge out; PeftModel.from_pretrained puts the adapters onto a model that is not "
-            "quantised, and its merge_and_unload merges them there"
-        )
     found = AdapterMerge(saved)
     if is_a(found.base, TRANSFORMERS):
         require_readable(found.base, "")
@@ -201,7 +194,7 @@ def save_pretrained(
             return finish(temporary, directory, layout, written, module, inside)
         for piece in merging.rest(inside):
             written |= write_stage(temporary, piece, layout)
-        return finish(temporary, directory, layout, written, module, PartWeights(inside, merging.part))
+        return finish(temporary, directory, layout, written, module, merging.source(inside))
     except BaseException:
         durable.abort(temporary)
         raise

@@ -12,13 +12,18 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft import PeftModel
+from peft.utils.integrations import dequantize_bnb_weight
+from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import penstock
 from penstock.compiler.job.job import Job
 from penstock.errors import CaptureError, CheckpointError, PlanError
 from penstock.runtime.quantised import libraries
 from penstock.tests.compiler.job.quantised.models import (
+    ADAPTED,
     LAYERS,
     QUANTISATIONS,
     SGD,
@@ -248,11 +253,88 @@ def test_the_adapter_is_saved_and_read_back(whole: Path, tmp_path: Path) -> None
         assert torch.equal(param, dict(read.named_parameters())[name]), name
 
 
+def plain_base(whole: Path, kind: str) -> Any:
+    """The model with its weights unpacked by bitsandbytes, in the type that they had before."""
+    quantised, plain = load_model(whole, kind), load_model(whole, None)
+    for path, layer in quantised.named_modules():
+        if type(layer).__module__.startswith("bitsandbytes"):
+            unpacked = dequantize_bnb_weight(layer.weight, state=getattr(layer, "state", None))
+            weight: Any = plain.get_submodule(path).weight
+            weight.data = unpacked.to(weight.dtype)
+    return plain
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", slow_but(["nf4"], QUANTISATIONS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_merged_model_is_pefts_of_the_unpacked_base(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bit for bit, in the type from before; and transformers reads it with nothing missing."""
+    whole = write_whole(tmp_path / "whole", dtype)
+    with compile_job(adapt(load_model(whole, kind)), SWAPPING) as job:
+        job.step(batch(0))
+        job.save_pretrained(tmp_path / "adapter")
+        job.save_pretrained(tmp_path / "merged", merge=True)
+    theirs: Any = PeftModel.from_pretrained(plain_base(whole, kind), tmp_path / "adapter").merge_and_unload()
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and merged.dtype == dtype
+    assert not hasattr(merged.config, "quantization_config")
+    before = load_file(whole / "model.safetensors")
+    found, expected = load_file(tmp_path / "merged" / "model.safetensors"), theirs.state_dict()
+    assert found.keys() == before.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype and torch.equal(tensor, expected[name]), name
+        assert torch.equal(tensor, before[name]) == ("_proj" not in name), name
+
+
+KINDS: dict[str, Any] = {
+    "ia3": lambda: peft.IA3Config(target_modules=ADAPTED, feedforward_modules=["down_proj"]),
+    "oft": lambda: peft.OFTConfig(target_modules=ADAPTED, oft_block_size=4),
+    "vera": lambda: peft.VeraConfig(target_modules=["q_proj"], r=4),
+    "road": lambda: peft.RoadConfig(target_modules=ADAPTED),
+    "randlora": lambda: peft.RandLoraConfig(target_modules=["q_proj"], r=4),
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=ADAPTED, init_r=4, target_r=2, total_step=10),
+}
+
+
 @pytest.mark.slow
-def test_adapters_are_not_merged_into_quantised_weights(whole: Path, tmp_path: Path) -> None:
-    refused = pytest.raises(PlanError, match=r"merge=True\): .* is quantised, and PEFT rounds")
-    with compile_job(adapt(load_model(whole, "nf4"))) as job, refused:
-        job.save_pretrained(tmp_path, merge=True)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("name", KINDS)
+def test_adapters_of_every_kind_are_merged_into_an_unpacked_base(
+    name: str, kind: str, whole: Path, tmp_path: Path
+) -> None:
+    with compile_job(peft.get_peft_model(load_model(whole, kind), KINDS[name]()).train()) as job:  # type: ignore[arg-type]
+        job.step(batch(0))
+        job.save_pretrained(tmp_path / "adapter")
+        job.save_pretrained(tmp_path / "merged", merge=True)
+    theirs: Any = PeftModel.from_pretrained(plain_base(whole, kind), tmp_path / "adapter").merge_and_unload()
+    expected = theirs.state_dict()
+    changed = 0
+    for key, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(tensor, expected[key]), key
+        changed += not torch.equal(tensor, plain_base(whole, kind).state_dict()[key])
+    assert changed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gpt2s_transposed_layers_are_merged(tmp_path: Path) -> None:
+    """bitsandbytes has their weights as a linear layer has them."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=4, use_cache=False)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "whole")
+    lora = peft.LoraConfig(r=4, target_modules=["c_attn"], init_lora_weights=False)
+    model = peft.get_peft_model(load_model(tmp_path / "whole", "nf4"), lora).train()  # type: ignore[arg-type]
+    with compile_job(model) as job:
+        job.step({name: value % 64 for name, value in batch(0).items()})
+        job.save_pretrained(tmp_path / "adapter")
+        job.save_pretrained(tmp_path / "merged", merge=True)
+    theirs = load_model(tmp_path / "whole", None)
+    for path, layer in load_model(tmp_path / "whole", "nf4").named_modules():
+        if type(layer).__module__.startswith("bitsandbytes"):
+            theirs.get_submodule(path).weight.data = dequantize_bnb_weight(layer.weight).T.contiguous()  # type: ignore
+    expected: Any = PeftModel.from_pretrained(theirs, tmp_path / "adapter").merge_and_unload()  # type: ignore[arg-type]
+    for key, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(tensor, expected.state_dict()[key]), key
 
 
 @pytest.mark.slow
