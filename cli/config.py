@@ -39,7 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "training": ("batch", "epochs", "max_steps", "seed", "eval_every", "best_by", "patience"),
     "logging": ("log", "serve"),
-    "saving": ("out", "save_every", "save_total_limit", "save_on_stop", "resume", "elastic", "offered"),
+    "saving": ("out", "save_every", "save_total_limit", "save_on_stop", "resume", "elastic", "offered", "gguf"),
 }  # fmt: skip
 SECTION_OF = {key: section for section, keys in SECTIONS.items() for key in keys}
 FILE = "config.yaml"

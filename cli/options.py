@@ -370,6 +370,10 @@ class TrainOptions(JobOptions):
     merge: Annotated[
         bool, typer.Option(help="with --adapter: at the end also the model with the adapter merged in")
     ] = False
+    gguf: Annotated[
+        str | None,
+        typer.Option(help="at the end also OUT/model/model.gguf, for llama.cpp: f16, bf16, q8_0 or f32"),
+    ] = None
     log: Annotated[
         list[str] | None,
         typer.Option(

@@ -23,6 +23,7 @@ from ..data.rows import Rows
 from ..data.streamed import StreamedRows
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
+from ..runtime.state.gguf_file import library, require_known
 from .best import LOWER_IS_BETTER
 from .options import TrainOptions
 from .schedule import schedule
@@ -70,6 +71,8 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     options.optimizer_partial()
     if options.merge and options.adapter is None:
         raise PlanError("--merge without --adapter: there is nothing to merge, and the whole model is saved as it is")
+    if options.gguf is not None and options.adapter is not None and not options.merge:
+        raise PlanError("--gguf with --adapter: a file of GGUF has the whole model; give --merge, too")
     if options.eval_every and not (options.eval_data or options.eval_fraction):
         raise PlanError("--eval-every: no rows are held out to evaluate on; give --eval-data or --eval-fraction")
     if options.patience and not options.eval_every:
@@ -95,9 +98,14 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
             f"penstock train reads text, and {options.model} takes inputs of its own; call penstock.compile(model, "
             "hardware, example_inputs=...) from Python, and job.step with each batch"
         )
+    if options.gguf is not None:
+        require_known(named.config.to_dict(), options.gguf)
+        library()
     named.check_sequence(options.sequence)
     codec = Codec.read(named.directory)
     if codec.is_bytes:
+        if options.gguf is not None:
+            raise PlanError(f"--gguf: {options.model} comes with no tokenizer, which llama.cpp needs in the file")
         screen.print(f"{options.model} comes with no tokenizer: the bytes of the text are its tokens")
     spec = options.data_spec(options.data)
     if options.streaming:

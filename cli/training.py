@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from ..compiler.job.export import complete
 from ..compiler.job.job import Job
 from ..compiler.job.preflight import own_device, require_kind_of_machine
 from ..compiler.search.offer import Offer
@@ -327,6 +328,9 @@ class _Run:
         what = "adapter" if is_adapter and not self.options.merge else "model"
         places = f"{what} in {directory}, checkpoint in {self.checkpoint}, programs in {out / 'programs'}"
         self.screen.print(places, soft_wrap=True)
+        if self.task.named.head == "causal-lm" and self.job.driver.is_main:
+            exported = complete(directory, self.task.named.directory, self.options.gguf)
+            self.screen.print(exported.describe(), soft_wrap=True)
 
     def say_how_to_resume(self) -> None:
         if find_latest(self.checkpoint) is not None:

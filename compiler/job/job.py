@@ -31,6 +31,7 @@ from .background import BackgroundSave, Saves
 from .changes.model import Taken
 from .changes.param_groups import GroupOptions, read_groups
 from .counts import LossWeight
+from .export import Export, base_directory, complete, require_exportable
 from .feed import Feed
 from .one_call import OneCall, one_call
 from .outputs import Outputs
@@ -329,6 +330,19 @@ class Job:
             for _ in states:
                 pass
         return Path(directory)
+
+    def export(self, directory: str | Path, merge: bool = False, gguf: str | None = None) -> Export:
+        """As `save_pretrained`, with the tokenizer and the generation settings of the base beside the weights, and with
+        the commands of vLLM and llama.cpp that serve them.
+
+        `gguf` ("f16", "bf16", "q8_0" or "f32") also writes DIRECTORY/model.gguf. Raises `PlanError`, before anything is
+        written, for a model that this file cannot hold, and what `save_pretrained` raises.
+        """
+        require_exportable(self.model, merge, gguf)
+        found = self.save_pretrained(directory, merge=merge)
+        name = getattr(getattr(self.model, "config", None), "_name_or_path", None)
+        is_main = self.driver.is_main
+        return complete(found, base_directory(self.folder.settings.weights, name), gguf) if is_main else Export(found)
 
     @overload
     def save(self, directory: str | Path, data: PlainData = None, wait: Literal[True] = True) -> Path: ...

@@ -19,6 +19,9 @@ from .layers import QuantisedLinear
 from .packed import PackedExperts, PackedWrapper
 from .pieces import lending
 
+# Of PEFT's layers and transformers' models, by which PEFT tells what is quantised.
+MARKS = {"quantization_backend", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"}
+
 
 @dataclass(frozen=True)
 class PackedWeight:
@@ -78,7 +81,9 @@ class Unpacking:
             self.model.set_submodule(path, self._plain_linear(path, module))
         elif isinstance(module, PackedWrapper):
             module.__class__ = type(module).__bases__[1]
-        elif type(module).__module__.startswith("peft.tuners.") and type(module).__module__.endswith(".bnb"):
+        for name in MARKS & vars(module).keys():
+            delattr(module, name)
+        if type(module).__module__.startswith("peft.tuners.") and type(module).__module__.endswith(".bnb"):
             module.__class__ = _plain_class(type(module))
             module.fan_in_fan_out = bool(module.base_layer.is_transposed)
             module.is_target_conv_1d_layer = module.fan_in_fan_out

@@ -85,6 +85,30 @@ def test_a_classifier_gets_its_head_trained_and_written(tmp_path: Path) -> None:
     assert found.use_rslora and "classifier" in found.modules_to_save
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_4_bit_base_is_merged_into_a_file_for_llama_cpp(text: Path, tmp_path: Path) -> None:
+    """From QLoRA on the command line to what vLLM and llama.cpp serve."""
+    gguf = pytest.importorskip("gguf")
+    base, out = tmp_path / "base", tmp_path / "out"
+    write_model(base, "llama")
+    given = {"model": str(base), "adapter": "lora:r=4", "base": "nf4", "merge": True, "gguf": "bf16", "max_steps": 2}
+    _, said = run(options(text, out, **given))
+    assert f"to serve it:\n  vllm serve {out}/model\n  llama-server -m {out}/model/model.gguf" in said
+    merged = transformers.AutoModelForCausalLM.from_pretrained(out / "model")
+    assert merged.dtype == torch.bfloat16
+    (embedding,) = (t for t in gguf.GGUFReader(out / "model" / "model.gguf").tensors if t.name == "token_embd.weight")
+    weight = merged.get_input_embeddings().weight.detach()
+    assert torch.equal(torch.from_numpy(embedding.data.copy()).view(torch.bfloat16), weight)
+
+
+def test_what_a_file_for_llama_cpp_needs(base: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--gguf with --adapter: .* give --merge, too"):
+        run(options(text, tmp_path / "out", adapter=ADAPTER, gguf="f16"))
+    with pytest.raises(PlanError, match="GGUF: gpt2 models are not written here"):
+        run(options(text, tmp_path / "out", model=str(base), gguf="f16"))
+
+
 def test_merge_needs_an_adapter(text: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--merge without --adapter"):
         run(options(text, tmp_path / "out", merge=True))

@@ -267,22 +267,51 @@ def test_no_precision_touches_packed_tensors(tmp_path: Path, precision: str) -> 
 
 
 @pytest.mark.slow
-def test_adapters_are_saved_and_read_back(tmp_path: Path) -> None:
-    """Onto the unpacked model, which the library makes of the same files. Merging is refused."""
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", slow_but(["int4"], CONFIGS))
+def test_adapters_are_saved_and_read_back_and_merged(kind: str, tmp_path: Path) -> None:
+    """Onto the unpacked model, which the library makes of the same files; PEFT merges into the same bits."""
     packed, saved = tmp_path / "packed", tmp_path / "saved"
-    whole = write_llama(packed, "int4")
+    whole = write_llama(packed, kind)
     model = adapt(on_meta(packed))
     with compile_job(model, packed) as job:
         _, trained = train(job, model)
         job.save_pretrained(saved)
-        with pytest.raises(PlanError, match=r"merge=True\): .* is quantised, and PEFT rounds"):
-            job.save_pretrained(saved, merge=True)
+        job.save_pretrained(tmp_path / "merged", merge=True)
         job.sync()
     for name, tensor in trained.items():
         assert torch.equal(model.get_parameter(name), tensor), name
-    read = PeftModel.from_pretrained(plain_model(packed, whole), saved).train()  # type: ignore[arg-type]
+    read: Any = PeftModel.from_pretrained(plain_model(packed, whole), saved).train()  # type: ignore[arg-type]
     for name, tensor in trained.items():
         assert torch.equal(dict(read.named_parameters())[name], tensor), name
+    require_merged(tmp_path / "merged", read.merge_and_unload())
+
+
+def require_merged(directory: Path, expected: Any) -> None:
+    """Equal bits, and nothing missing."""
+    merged, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not hasattr(merged.config, "quantization_config")
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("parameters", [None, ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]])
+def test_a_mixture_is_merged(parameters: list[str] | None, tmp_path: Path) -> None:
+    """Experts in MXFP4 are unpacked, with adapters of their own or without."""
+    packed = tmp_path / "packed"
+    plain = plain_model(packed, write_gpt_oss(packed))
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, target_parameters=parameters)
+    with torch.device("meta"):
+        model = get_peft_model(on_meta(packed), config).train()
+    with compile_job(model, packed) as job:
+        train(job, model)
+        job.save_pretrained(tmp_path / "saved")
+        job.save_pretrained(tmp_path / "merged", merge=True)
+    read: Any = PeftModel.from_pretrained(plain, tmp_path / "saved")  # type: ignore[arg-type]
+    require_merged(tmp_path / "merged", read.merge_and_unload())
 
 
 def exchange(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -290,7 +290,7 @@ KINDS: dict[str, Any] = {
     "ia3": lambda: peft.IA3Config(target_modules=ADAPTED, feedforward_modules=["down_proj"]),
     "oft": lambda: peft.OFTConfig(target_modules=ADAPTED, oft_block_size=4),
     "vera": lambda: peft.VeraConfig(target_modules=["q_proj"], r=4),
-    "road": lambda: peft.RoadConfig(target_modules=ADAPTED),
+    "road": lambda: peft.RoadConfig(target_modules=ADAPTED, group_size=32),
     "randlora": lambda: peft.RandLoraConfig(target_modules=["q_proj"], r=4),
     "adalora": lambda: peft.AdaLoraConfig(target_modules=ADAPTED, init_r=4, target_r=2, total_step=10),
 }
@@ -298,11 +298,9 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("name", KINDS)
-def test_adapters_of_every_kind_are_merged_into_an_unpacked_base(
-    name: str, kind: str, whole: Path, tmp_path: Path
-) -> None:
+def test_adapters_of_every_kind_are_merged_into_an_unpacked_base(name: str, whole: Path, tmp_path: Path) -> None:
+    kind = "int8" if name == "ia3" else "nf4"
     with compile_job(peft.get_peft_model(load_model(whole, kind), KINDS[name]()).train()) as job:  # type: ignore[arg-type]
         job.step(batch(0))
         job.save_pretrained(tmp_path / "adapter")
