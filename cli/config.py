@@ -26,8 +26,8 @@ from .other_trainers import SAME, answer_to
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("model", "head", "labels", "dropout", "download", "adapter", "base", "merge", "beta"),
     "data": (
-        "data", "kind", "column", "split", "sequence", "targets", "long_rows", "pack", "streaming", "eval_fraction",
-        "eval_data",
+        "data", "kind", "column", "split", "sequence", "targets", "long_rows", "pack", "image_size", "streaming",
+        "eval_fraction", "eval_data",
     ),
     "hardware": ("hardware", "set", "dram", "ssd", "ssd_dir", "ssd_verify", "timeout"),
     "plan": (

@@ -111,7 +111,7 @@ class JobOptions:
     ] = 600.0
     head: Annotated[
         str | None,
-        typer.Option(help="causal-lm, classification, seq2seq or image-classification; without it: by model"),
+        typer.Option(help="causal-lm, classification, seq2seq, image-classification, image-text; without it: by model"),
     ] = None
     labels: Annotated[int | None, typer.Option(min=1, help="classes of a classifier")] = None
     adapter: Annotated[
@@ -330,6 +330,9 @@ class TrainOptions(JobOptions):
         bool,
         typer.Option(help="pack texts or chats whole into rows, none of which attends to another"),
     ] = False
+    image_size: Annotated[
+        str | None, typer.Option(help="bring all images of chats to this size: 448, or HEIGHTxWIDTH")
+    ] = None
     streaming: Annotated[bool, typer.Option(help="read and tokenise while training, for data larger than memory")] = (
         False
     )
@@ -415,6 +418,16 @@ class TrainOptions(JobOptions):
             )
         known: dict[str, Any] = {"hardware": [str(hardware)], "set": None, "dram": None, "ssd": None, "plan": plan}
         return dataclasses.replace(self, **known, strategy="auto", micro_batches=None)
+
+    @property
+    def size_of_images(self) -> tuple[int, int] | None:
+        """Height and width of --image-size, "448" or "480x640". Raises `PlanError` for another text."""
+        if self.image_size is None:
+            return None
+        found = re.fullmatch(r"(\d+)(?:x(\d+))?", self.image_size.strip().lower())
+        if found is None or not int(found[1]) or not int(found[2] or 1):
+            raise PlanError(f"--image-size {self.image_size!r}: allowed are pixels: 448, or 480x640 (height x width)")
+        return int(found[1]), int(found[2] or found[1])
 
     def data_spec(self, paths: list[Path]) -> DataSpec:
         """The request for data in these files. Raises `PlanError` for an unknown kind or wish, with those there are."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..compiler.job.job import Job
-from ..compiler.models.named import NamedModel, find_model
+from ..compiler.models.named import SEES, NamedModel, find_model
 from ..compiler.models.table import alias_of
 from ..compiler.planning import rare_collections
 from ..compiler.preference import DPO
@@ -57,7 +57,7 @@ class TrainingTask:
 
     def example(self, batch: int) -> dict[str, Tensor]:
         if self.stream is not None:
-            return next(self.stream.batches(batch))
+            return Rows(next(self.stream.batches(batch))).take(range(batch))
         assert self.rows is not None
         return self.rows.take([i % len(self.rows) for i in range(batch)])
 
@@ -102,7 +102,11 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
         require_known(named.config.to_dict(), options.gguf)
         library()
     named.check_sequence(options.sequence)
-    codec = Codec.read(named.directory)
+    if options.image_size is not None and named.head != SEES:
+        raise PlanError(f"--image-size {options.image_size}: {options.model} reads text alone; leave it out")
+    codec = Codec.read(named.directory, named.head == SEES, options.size_of_images)
+    if named.head == SEES and codec.processor is None:
+        raise PlanError(f"{options.model} sees, and has no processor here: name a directory that has one, too")
     if codec.is_bytes:
         if options.gguf is not None:
             raise PlanError(f"--gguf: {options.model} comes with no tokenizer, which llama.cpp needs in the file")
@@ -171,9 +175,10 @@ def _require_fitting(options: TrainOptions, named: NamedModel, codec: Codec, kin
         raise PlanError(f"--best-by accuracy: {kind} is evaluated by its loss; accuracy is for {' and '.join(COUNTED)}")
     if options.beta is not None and kind != "preference":
         raise PlanError(f"--beta {options.beta:g}: it is for pairs of answers, and the data is {kind}; leave it out")
-    if codec.vocab_size > named.config.vocab_size:
+    vocab_size = named.config.get_text_config().vocab_size
+    if codec.vocab_size > vocab_size:
         raise PlanError(
-            f"the tokenizer has {codec.vocab_size} tokens, {options.model} {named.config.vocab_size}; "
+            f"the tokenizer has {codec.vocab_size} tokens, {options.model} {vocab_size}; "
             f"allowed: {options.model}:vocab_size={codec.vocab_size} with new weights, or the model's own tokenizer"
         )
     if kind == "preference" and options.adapter is None:

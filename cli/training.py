@@ -27,6 +27,7 @@ from torch import Tensor
 from ..compiler.job.export import complete
 from ..compiler.job.job import Job
 from ..compiler.job.preflight import own_device, require_kind_of_machine
+from ..compiler.models.named import SEES
 from ..compiler.search.offer import Offer
 from ..data.rows import Rows, evaluation_batches
 from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
@@ -316,8 +317,9 @@ class _Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `begin` has printed the warnings about weights that the directory lacks
             directory = self.job.save_pretrained(self.options.out / name, merge=merge)
-        if self.task.codec.tokenizer is not None and self.job.driver.is_main:
-            self.task.codec.tokenizer.save_pretrained(str(directory))
+        codec = self.task.codec
+        if codec.tokenizer is not None and self.job.driver.is_main:
+            (codec.processor or codec.tokenizer).save_pretrained(str(directory))
         return directory
 
     def save_model(self) -> None:
@@ -328,7 +330,7 @@ class _Run:
         what = "adapter" if is_adapter and not self.options.merge else "model"
         places = f"{what} in {directory}, checkpoint in {self.checkpoint}, programs in {out / 'programs'}"
         self.screen.print(places, soft_wrap=True)
-        if self.task.named.head == "causal-lm" and self.job.driver.is_main:
+        if self.task.named.head in ("causal-lm", SEES) and self.job.driver.is_main:
             exported = complete(directory, self.task.named.directory, self.options.gguf)
             self.screen.print(exported.describe(), soft_wrap=True)
 

@@ -24,8 +24,9 @@ REFUSED = (KeyError, TypeError, IndexError, ValueError)  # how a template fails 
 ChatMessage = dict[str, Any]
 
 
-def messages_of(value: Any, where: str) -> list[ChatMessage]:
-    """The messages of a record. Raises `PlanError` for one that has no role and content, or an unknown role."""
+def messages_of(value: Any, where: str, with_images: bool = False) -> list[ChatMessage]:
+    """The messages of a record. Raises `PlanError` for one that has no role and content, or an unknown role, and for
+    images unless `with_images`."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise PlanError(f"{where}: found {str(value)[:60]!r}, allowed: a list of messages")
     found = []
@@ -43,17 +44,24 @@ def messages_of(value: Any, where: str) -> list[ChatMessage]:
             calls = _objects(content, f"{at}: its function_call")
             more["tool_calls"], content = [_wrap(call, at) for call in calls], ""
         elif isinstance(content, list):
-            content = "".join(_text_of_part(part, at) for part in content)
+            texts = [None if with_images and _is_image(part) else _text_of_part(part, at) for part in content]
+            content = content if None in texts else "".join(map(str, texts))
         elif not isinstance(content, str) and not message.get("tool_calls"):
             raise PlanError(f'{at}: its "content" is {str(content)[:40]!r}, allowed: a text, or a list of parts')
         found.append({"role": role, "content": content, **more})
     return found
 
 
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
 def _text_of_part(part: Any, at: str) -> str:
     """The text of a part of a content. Raises `PlanError` for a part of another kind."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    if _is_image(part):
+        raise PlanError(f'{at}: a part of its "content" is an image; allowed for models that see, with their processor')
     raise PlanError(f'{at}: a part of its "content" is {str(part)[:60]!r}, allowed: {{"type": "text", "text": ...}}')
 
 
@@ -90,7 +98,7 @@ def require_template(codec: Codec) -> None:
             "chats need a tokenizer with a chat template, and this model comes with no tokenizer; name a directory "
             "that has one, or use --kind completion"
         )
-    if not codec.tokenizer.chat_template:
+    if not (codec.processor or codec.tokenizer).chat_template:
         raise PlanError(
             f"the tokenizer in {codec.directory} has no chat template; use the tokenizer of a model that was made for "
             "chats, put a chat_template.jinja beside it, or use --kind completion"

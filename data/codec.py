@@ -18,6 +18,8 @@ SETTINGS = (
     "added_tokens.json",
     "merges.txt",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 Encode = Callable[[str], list[int]]  # text to token ids
@@ -36,19 +38,26 @@ class Codec:
     tokenizer: Any = None
     begin_ids: tuple[int, ...] = ()  # before a prompt
     directory: Path | None = None
+    processor: Any = None  # of texts and images, of a model that sees
+    image_size: tuple[int, int] | None = None  # height and width that images are brought to before
 
     @staticmethod
-    def read(directory: Path | None) -> Codec:
-        """The tokenizer in a model's directory, or plain bytes if there is none. Never downloads."""
+    def read(directory: Path | None, sees: bool = False, image_size: tuple[int, int] | None = None) -> Codec:
+        """The tokenizer in a model's directory, or plain bytes if there is none; the processor of a model that sees.
+        Never downloads."""
         names = (*TOKENIZER_FILES, SETTINGS[0])  # tokenizers of bytes have settings only
         if directory is None or not any((directory / name).is_file() for name in names):
             return Codec(_bytes, _bytes, end_id=10, pad_id=0, vocab_size=NUM_BYTES, is_bytes=True)
-        from transformers import AutoTokenizer
+        from transformers import AutoProcessor, AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PlanError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+            loader = AutoProcessor if sees else AutoTokenizer
+            loaded: Any = loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+            processor = loaded if hasattr(loaded, "image_processor") else None
+            tokenizer = loaded if processor is None else loaded.tokenizer
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            what = "processor" if sees else "tokenizer"
+            raise PlanError(f"the {what} in {directory} cannot be loaded: {error}") from error
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
         marks = tokenizer("", add_special_tokens=True)["input_ids"]
@@ -62,6 +71,8 @@ class Codec:
             tokenizer=tokenizer,
             begin_ids=tuple(begins),
             directory=directory,
+            processor=processor,
+            image_size=image_size,
         )
 
     @property
@@ -72,6 +83,7 @@ class Codec:
     def fingerprint(self) -> str:
         """A hash of all that decides on the tokens of a text."""
         found = hashlib.sha256(b"bytes" if self.is_bytes else b"tokenizer")
+        found.update(str(self.image_size).encode())
         for name in (*TOKENIZER_FILES, *SETTINGS):
             path = None if self.directory is None else self.directory / name
             if path is not None and path.is_file():

@@ -10,8 +10,9 @@ from ..ir.errors import PlanError
 from .chat import encode_chat, encode_reply, messages_of, require_template, tools_of
 from .codec import Codec
 from .files import Record
+from .images import encode_images
 
-Example = dict[str, list[int]]  # by the names that `layout` knows
+Example = dict[str, Any]  # a list of what each token has, by the names that `layout` knows; tensors of images
 Encoder = Callable[[Record, Mapping[str, str], Codec], Example]
 
 
@@ -43,9 +44,17 @@ def label_of(record: Record, columns: Mapping[str, str]) -> str:
 
 def encode_messages(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
     require_template(codec)
-    messages = messages_of(record.values[columns["messages"]], record.where)
+    messages = messages_of(record.values[columns["messages"]], record.where, with_images=codec.processor is not None)
     if "system" in columns and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": _text_of(record, columns["system"])}, *messages]
+    if codec.processor is not None:
+        images = record.values[columns["images"]] if "images" in columns else None
+        return encode_images(messages, images, codec, record.folder, record.where)
+    if "images" in columns:
+        raise PlanError(
+            f'{record.where}: "{columns["images"]}" has images, and this model reads text; name a directory of a model '
+            "that sees, with its processor, or leave the column out"
+        )
     tools = tools_of(record.values[columns["tools"]], record.where) if "tools" in columns else None
     return encode_chat(messages, codec, record.where, tools)
 

@@ -33,6 +33,11 @@ class Record:
     where: str
     values: dict[str, Any]
 
+    @property
+    def folder(self) -> Path:
+        """The folder of its file, which paths in it are relative to."""
+        return Path(self.where.rpartition(", ")[0] or self.where).parent
+
 
 def read_records(paths: Iterable[Path], split: str = "train") -> Iterator[Record]:
     """All records, in order. Raises `PlanError` naming the file, and the line where there is one, at fault."""

@@ -24,11 +24,11 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> the name
     "text": {"text": ("text", "content")},
 }
 OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {  # the same of columns that a row may lack
-    "chat": {"tools": ("tools",), "system": ("system",)},
+    "chat": {"tools": ("tools",), "system": ("system",), "images": ("images", "image")},
     "preference": {"prompt": ("prompt",)},
     "completion": {"input": ("input",)},
 }
-HEADS = {"classification": ("classification",), "seq2seq": ("seq2seq",)}  # others: causal-lm
+HEADS = {"classification": ("classification",), "seq2seq": ("seq2seq",), "image-text": ("chat",)}  # others: causal-lm
 
 
 def kind_of(record: Record, wished: str, head: str, columns: Mapping[str, str]) -> str:

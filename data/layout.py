@@ -43,11 +43,15 @@ def packed_rows(examples: Sequence[Example], codec: Codec, sequence: int, first_
 
 def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, int]) -> Rows:
     """One row per example. Token ids get a mask, in which an example without tokens has one, as attention to nothing is
-    undefined; labels are ignored where there are none."""
+    undefined; labels are ignored where there are none. Tensors are those of images."""
     columns: dict[str, Tensor] = {}
     for name in examples[0]:
+        if isinstance(examples[0][name], Tensor):
+            columns[name] = _stack([example.get(name) for example in examples], name)
+            continue
         is_ids = name.endswith("input_ids")
-        rows = torch.full((len(examples), lengths[name]), codec.pad_id if is_ids else IGNORED)
+        filler = codec.pad_id if is_ids else IGNORED if name.endswith("labels") else 0
+        rows = torch.full((len(examples), lengths[name]), filler)
         mask = torch.zeros_like(rows)
         for number, example in enumerate(examples):
             count = len(example[name])
@@ -57,6 +61,20 @@ def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, in
         if is_ids:
             columns[name.replace("input_ids", "attention_mask")] = mask
     return Rows(columns)
+
+
+def _stack(tensors: list[Tensor | None], name: str) -> Tensor:
+    """What each row has of its images, [rows, ...]. Raises `PlanError` where rows differ in number or size of these."""
+    first = tensors[0]
+    assert first is not None
+    for number, tensor in enumerate(tensors, start=1):
+        if tensor is None or tensor.shape != first.shape:
+            found = "none" if tensor is None else list(tensor.shape)
+            raise PlanError(
+                f"row {number}: its images are {found} as {name}, those of the first row {list(first.shape)}; allowed "
+                "are as many images in each row, all of one size: --image-size 448 makes them so"
+            )
+    return torch.stack([tensor for tensor in tensors if tensor is not None])
 
 
 def classes_of(labels: Sequence[str]) -> list[str]:

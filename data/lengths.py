@@ -29,15 +29,20 @@ class Lengths:
     def fit(self, example: Example, where: str) -> Example | None:
         """The example within the limit, or None for one that is left out."""
         self.num_rows += 1
-        limits = {name: self._limit(name) for name in example}
-        over = max(len(value) - limits[name] for name, value in example.items())
+        limits = {name: self._limit(name) for name, value in example.items() if isinstance(value, list)}
+        over = max(len(example[name]) - limit for name, limit in limits.items())
         if over > 0:
             self.num_long += 1
-            longest = max(len(value) for name, value in example.items() if len(value) > limits[name])
+            longest = max(len(example[name]) for name, limit in limits.items() if len(example[name]) > limit)
             if longest > self.longest:
                 self.longest, self.longest_at = longest, where
             if self.wish != "truncate":
                 return None
+            if len(limits) < len(example):
+                raise PlanError(
+                    f"{where}: has {longest} tokens with those of its images, which are not cut; give --sequence "
+                    f"{longest} or more, --long-rows drop, or smaller images (--image-size)"
+                )
             for name, value in example.items():
                 if not name.endswith("labels"):
                     self.num_cut_tokens += max(0, len(value) - limits[name])

@@ -55,7 +55,7 @@ def examples_of(spec: DataSpec, codec: Codec, head: str, lengths: Lengths) -> It
     for record in records:
         if not kind:
             kind = kind_of(record, spec.kind, head, spec.columns)
-            _require_room(spec, kind)
+            _require_room(spec, kind, head)
         columns = columns_of(record, kind, spec.columns)
         label = label_of(record, columns) if kind == "classification" else None
         example = ENCODERS[kind](record, {**spec.columns, **columns}, codec)
@@ -66,11 +66,13 @@ def examples_of(spec: DataSpec, codec: Codec, head: str, lengths: Lengths) -> It
             yield kind, kept, label
 
 
-def _require_room(spec: DataSpec, kind: str) -> None:
+def _require_room(spec: DataSpec, kind: str, head: str) -> None:
     if spec.pack and kind in ("classification", "seq2seq", "preference"):
         raise PlanError(f"--pack: {kind} has one row for each record; packing is for causal language models")
     if spec.long_rows != "truncate" and kind == "text" and not spec.pack:
         raise PlanError(f"--long-rows {spec.long_rows}: texts are one stream, so that none is too long; give --pack")
+    if spec.pack and head == "image-text":
+        raise PlanError("--pack: rows of a model that sees have one chat each; leave it out")
     if spec.targets is not None and kind != "seq2seq":
         raise PlanError(f"--targets {spec.targets}: {kind} has no labels of a length of their own; leave it out")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 class Rows:
     """Samples of one length: the inputs of a batch by name."""
 
-    columns: dict[str, Tensor]  # [rows, sequence]; labels of classes: [rows]
+    columns: dict[str, Tensor]  # [rows, sequence]; labels of classes: [rows]; of images: [rows, images, ...]
 
     @property
     def labels(self) -> Tensor:
@@ -37,7 +37,11 @@ class Rows:
         return ", ".join(f"{count} tokens of {name}" for name, count in sizes.items())
 
     def take(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """These rows as one batch."""
+        """These rows as one batch, in which the images of all rows come one after another."""
+        chosen = self._choose(indices)
+        return {name: column.flatten(0, 1) if column.dim() > 2 else column for name, column in chosen.items()}
+
+    def _choose(self, indices: Sequence[int]) -> dict[str, Tensor]:
         chosen = torch.tensor(list(indices), dtype=torch.long)  # the dtype matters if there are no indices
         return {name: column[chosen] for name, column in self.columns.items()}
 
@@ -46,7 +50,7 @@ class Rows:
         order = _order(len(self), seed).tolist()
         count = round(fraction * len(self))
         parts = (sorted(order[count:]), sorted(order[:count]))
-        rest, held = (Rows(self.take(part)) for part in parts)
+        rest, held = (Rows(self._choose(part)) for part in parts)
         return rest, held
 
 

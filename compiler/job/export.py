@@ -61,7 +61,7 @@ def base_directory(*names: str | Path | None) -> Path | None:
 
 
 def complete(directory: Path, base: Path | None, gguf: str | None) -> Export:
-    """Copy from the base the files that a written directory lacks, write the file of GGUF, and say how to serve both."""
+    """Copy files that a written directory lacks from the base, write the file of GGUF, and say how to serve both."""
     for name in COPIED:
         if base is not None and (base / name).is_file() and not (directory / name).exists():
             shutil.copy(base / name, directory / name)

@@ -22,7 +22,7 @@ from .lora import CLASSIFIERS, KERNEL_LAYERS, KERNEL_TYPES, TARGETS, unlike_laye
 
 ALL_LINEAR = "all-linear"
 FORM = "lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"
-_TASKS = {"causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
+_TASKS = {"causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-text": "CAUSAL_LM"}
 _FLAGS = ("dora", "rslora")
 
 

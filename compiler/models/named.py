@@ -45,7 +45,9 @@ HEADS = {
     "classification": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
+    "image-text": "AutoModelForImageTextToText",
 }
+SEES = "image-text"  # the head of models of text that also take images
 OWN_INPUTS = "own inputs"  # in place of a head, of a model that says itself what a batch holds
 
 
@@ -283,7 +285,8 @@ def find_model(
 ) -> NamedModel:
     """The model of a name, with its overrides.
 
-    head: "causal-lm", "classification", "seq2seq" or "image-classification"; None: the head of its configuration.
+    head: "causal-lm", "classification", "seq2seq", "image-classification" or "image-text"; None: the head of its
+        configuration.
     num_labels: of a classifier. dropout: False turns every dropout of the configuration off.
     download: ask the Hugging Face hub for a name that is not known here, and keep what it has in its cache.
     adapter: as `LoraChoice.parse` reads it. base: one of `BASES` and `PACKED`.
@@ -310,6 +313,7 @@ def find_model(
     config = _configuration({**fields, **values}, name) if values else plain
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training has no use for it, and it changes which attention kernel runs
+    config.get_text_config().use_cache = False
     named = NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
     named.require_form()
     return named
@@ -460,7 +464,8 @@ def _download(name: str) -> tuple[dict[str, Any], Path | None]:
     try:
         from huggingface_hub import snapshot_download
 
-        directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+        kinds = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        directory = Path(snapshot_download(name, allow_patterns=kinds))
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise PlanError(f"--download: {hub_refusal(name, error)}. A directory with the model's files works") from error
     return _fields(str(directory), download=False)
@@ -476,6 +481,8 @@ def natural_head(config: Any) -> str:
             return "image-classification"
         if architecture.endswith("ForSequenceClassification"):
             return "classification"
+        if architecture.endswith("ForConditionalGeneration") and hasattr(config, "vision_config"):
+            return SEES
     if getattr(config, "is_encoder_decoder", False):
         return "seq2seq"
     from transformers.models.auto.modeling_auto import (

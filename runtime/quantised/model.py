@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -89,6 +90,9 @@ class _Exchange:
         twin: nn.Module = kind.__new__(kind)
         twin.__dict__.update(module.__dict__)
         twin.__dict__["_modules"] = children
+        for name, value in module.__dict__.items():  # PEFT keeps methods of the model that it adapts
+            if isinstance(value, MethodType) and id(value.__self__) in self.made:
+                twin.__dict__[name] = MethodType(value.__func__, self.made[id(value.__self__)])
         return twin
 
     def _packed_layer(self, module: nn.Module, path: str) -> nn.Module | None:

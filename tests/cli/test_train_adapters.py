@@ -16,6 +16,7 @@ from penstock.cli.options import JobOptions
 from penstock.compiler.models.named import find_model
 from penstock.errors import PlanError
 from penstock.tests.cli.test_train_command import BERT, GPT, TEXT, options, run
+from penstock.tests.runtime.state.gguf_models import write_model
 
 ADAPTER = "lora:r=2,targets=c_attn"
 
@@ -103,7 +104,7 @@ def test_a_4_bit_base_is_merged_into_a_file_for_llama_cpp(text: Path, tmp_path: 
 
 
 def test_what_a_file_for_llama_cpp_needs(base: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="--gguf with --adapter: .* give --merge, too"):
+    with pytest.raises(PlanError, match=r"--gguf with --adapter: .* give --merge, too"):
         run(options(text, tmp_path / "out", adapter=ADAPTER, gguf="f16"))
     with pytest.raises(PlanError, match="GGUF: gpt2 models are not written here"):
         run(options(text, tmp_path / "out", model=str(base), gguf="f16"))

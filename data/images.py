@@ -1,0 +1,107 @@
+"""Chats with images to examples, by the processor of a model that sees, with the loss on the assistant's turns only."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compiler.packing.documents import IGNORED
+from ..ir.errors import PlanError
+from .chat import REFUSED, ChatMessage
+from .codec import Codec
+
+PLACE = "<image>"  # of an image, in texts of ShareGPT's files
+OWN = ("image", "path", "url")  # keys of a part that holds its image itself
+
+
+def encode_images(messages: list[ChatMessage], given: Any, codec: Codec, folder: Path, where: str) -> dict[str, Any]:
+    """Token ids, labels and types of tokens as lists, and what the processor makes of images as tensors.
+
+    given: the images that parts {"type": "image"} and texts with "<image>" stand for, in order; folder: of paths.
+    Raises `PlanError` for another number of them, for one that cannot be read, and for a template that rewrites turns.
+    """
+    images = iter(given if isinstance(given, list) else [] if given is None else [given])
+
+    def read(own: Any) -> dict[str, Any]:
+        image = next(images, None) if own is None else own
+        if image is None:
+            raise PlanError(f'{where}: its messages have more places of images than "images" has images')
+        return {"type": "image", "image": _read(image, codec.image_size, folder, where)}
+
+    parts = [{**message, "content": _parts(message, read)} for message in messages]
+    if next(images, None) is not None:
+        raise PlanError(f"{where}: has more images than its messages have places: {PLACE} in texts, or parts of images")
+    whole = _process(codec, parts, where)
+    ids = whole.pop("input_ids")
+    labels = [IGNORED] * len(ids)
+    for number, message in enumerate(parts):
+        if message["role"] == "assistant":
+            first, last = (_prefix(codec, parts[: number + after], ids, where, not after) for after in (0, 1))
+            labels[first:last] = ids[first:last]
+    return {"input_ids": ids, "labels": labels, **whole}
+
+
+def _parts(message: ChatMessage, read: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of a message, each with its image or text."""
+    content = message["content"]
+    if isinstance(content, list):
+        own = [next((part[name] for name in OWN if part.get(name) is not None), None) for part in content]
+        return [read(image) if part["type"] == "image" else part for part, image in zip(content, own)]
+    found: list[dict[str, Any]] = []
+    texts = content.split(PLACE)
+    for number, text in enumerate(texts):
+        if number:
+            found.append(read(None))
+        text = text.strip("\n") if len(texts) > 1 else text
+        if text or len(texts) == 1:
+            found.append({"type": "text", "text": text})
+    return found
+
+
+def _read(image: Any, size: tuple[int, int] | None, folder: Path, where: str) -> Any:
+    """An image, from the form that a data set has it in. Raises `PlanError` for one that is not here."""
+    from PIL import Image
+
+    try:
+        if isinstance(image, dict):
+            image = io.BytesIO(image["bytes"]) if image.get("bytes") is not None else image["path"]
+        if isinstance(image, (str, io.BytesIO)):
+            image = Image.open(folder / image if isinstance(image, str) else image)
+        found = image.convert("RGB")
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{where}: an image cannot be read ({error}); allowed are images, bytes, files here") from error
+    return found if size is None else found.resize((size[1], size[0]))
+
+
+def _prefix(codec: Codec, messages: list[ChatMessage], whole: list[int], where: str, is_asked: bool) -> int:
+    if not messages:
+        return 0
+    found = _process(codec, messages, where, add_generation_prompt=is_asked)["input_ids"]
+    if whole[: len(found)] != found:
+        raise PlanError(
+            f"{where}: the chat template writes earlier turns otherwise once there are later ones, so that the "
+            "assistant's tokens cannot be told; leave turns out, or give it another template"
+        )
+    return len(found)
+
+
+def _process(codec: Codec, messages: list[ChatMessage], where: str, **options: Any) -> dict[str, Any]:
+    """The processor's inputs of one chat: lists of what each token has, and tensors of what each image has."""
+    from jinja2 import TemplateError
+
+    try:
+        found: Any = codec.processor.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_tensors="pt", **options
+        )
+    except (TemplateError, *REFUSED) as error:
+        raise PlanError(f"{where}: the processor refuses these messages: {error}") from error
+    tokens = found["input_ids"].shape
+    return {
+        name: value[0].tolist() if value.shape == tokens else value
+        for name, value in found.items()
+        if name != "attention_mask" and isinstance(value, torch.Tensor)
+    }
