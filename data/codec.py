@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..ir.errors import PlanError
 
 NUM_BYTES = 256
+VISION = "torchvision"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 SETTINGS = (
     "tokenizer_config.json",
@@ -55,9 +57,10 @@ class Codec:
             loaded: Any = loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
             processor = loaded if hasattr(loaded, "image_processor") else None
             tokenizer = loaded if processor is None else loaded.tokenizer
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
             what = "processor" if sees else "tokenizer"
-            raise PlanError(f"the {what} in {directory} cannot be loaded: {error}") from error
+            more = "; many processors need torchvision, which is missing" if sees and not find_spec(VISION) else ""
+            raise PlanError(f"the {what} in {directory} cannot be loaded: {error}{more}") from error
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
         marks = tokenizer("", add_special_tokens=True)["input_ids"]

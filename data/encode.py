@@ -47,15 +47,15 @@ def encode_messages(record: Record, columns: Mapping[str, str], codec: Codec) ->
     messages = messages_of(record.values[columns["messages"]], record.where, with_images=codec.processor is not None)
     if "system" in columns and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": _text_of(record, columns["system"])}, *messages]
+    tools = tools_of(record.values[columns["tools"]], record.where) if "tools" in columns else None
     if codec.processor is not None:
         images = record.values[columns["images"]] if "images" in columns else None
-        return encode_images(messages, images, codec, record.folder, record.where)
+        return encode_images(messages, images, codec, record.folder, record.where, tools)
     if "images" in columns:
         raise PlanError(
             f'{record.where}: "{columns["images"]}" has images, and this model reads text; name a directory of a model '
             "that sees, with its processor, or leave the column out"
         )
-    tools = tools_of(record.values[columns["tools"]], record.where) if "tools" in columns else None
     return encode_chat(messages, codec, record.where, tools)
 
 

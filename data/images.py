@@ -15,10 +15,13 @@ from .chat import REFUSED, ChatMessage
 from .codec import Codec
 
 PLACE = "<image>"  # of an image, in texts of ShareGPT's files
+Tools = list[dict[str, Any]] | None
 OWN = ("image", "path", "url")  # keys of a part that holds its image itself
 
 
-def encode_images(messages: list[ChatMessage], given: Any, codec: Codec, folder: Path, where: str) -> dict[str, Any]:
+def encode_images(
+    messages: list[ChatMessage], given: Any, codec: Codec, folder: Path, where: str, tools: Tools = None
+) -> dict[str, Any]:
     """Token ids, labels and types of tokens as lists, and what the processor makes of images as tensors.
 
     given: the images that parts {"type": "image"} and texts with "<image>" stand for, in order; folder: of paths.
@@ -35,12 +38,14 @@ def encode_images(messages: list[ChatMessage], given: Any, codec: Codec, folder:
     parts = [{**message, "content": _parts(message, read)} for message in messages]
     if next(images, None) is not None:
         raise PlanError(f"{where}: has more images than its messages have places: {PLACE} in texts, or parts of images")
-    whole = _process(codec, parts, where)
+    more = {} if tools is None else {"tools": tools}
+    whole = _process(codec, parts, where, **more)
     ids = whole.pop("input_ids")
     labels = [IGNORED] * len(ids)
     for number, message in enumerate(parts):
         if message["role"] == "assistant":
-            first, last = (_prefix(codec, parts[: number + after], ids, where, not after) for after in (0, 1))
+            first = _prefix(codec, parts[:number], ids, where, add_generation_prompt=True, **more)
+            last = _prefix(codec, parts[: number + 1], ids, where, **more)
             labels[first:last] = ids[first:last]
     return {"input_ids": ids, "labels": labels, **whole}
 
@@ -77,10 +82,10 @@ def _read(image: Any, size: tuple[int, int] | None, folder: Path, where: str) ->
     return found if size is None else found.resize((size[1], size[0]))
 
 
-def _prefix(codec: Codec, messages: list[ChatMessage], whole: list[int], where: str, is_asked: bool) -> int:
+def _prefix(codec: Codec, messages: list[ChatMessage], whole: list[int], where: str, **options: Any) -> int:
     if not messages:
         return 0
-    found = _process(codec, messages, where, add_generation_prompt=is_asked)["input_ids"]
+    found = _process(codec, messages, where, **options)["input_ids"]
     if whole[: len(found)] != found:
         raise PlanError(
             f"{where}: the chat template writes earlier turns otherwise once there are later ones, so that the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from PIL import Image
 from rich.console import Console
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from penstock.cli.options import TrainOptions
 from penstock.cli.task import prepare
@@ -22,7 +24,7 @@ from penstock.errors import PlanError
 from penstock.tests.cli import small_runs
 from penstock.tests.cli.small_runs import run
 from penstock.tests.cli.test_train_kinds import eager
-from penstock.tests.integrations.trl.case import image_chats, llava, processor
+from penstock.tests.integrations.trl.case import image_chats, llava, processor, tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<a> ' if m['role'] == 'assistant' else '<u> ' }}{% for part in m['content'] %}"
@@ -120,6 +122,71 @@ def test_losses_of_eager(streaming: bool, model: Path, image: Path, tmp_path: Pa
     assert transformers.AutoProcessor.from_pretrained(tmp_path / "out" / "model").chat_template == TEMPLATE
 
 
+MARKS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+
+
+class QwenProcessor:
+    """The work of Qwen's processor, whose class needs torchvision for its videos."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer()
+        self.tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+        self.image_processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56)
+        self.chat_template = TEMPLATE.replace("<image> ", "<|vision_start|> <|image_pad|> <|vision_end|> ")
+
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool = False, **_: Any) -> dict[str, Any]:
+        text = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+        found = self.image_processor(images, return_tensors="pt")
+        text = text.replace("<|image_pad|>", "<|image_pad|> " * (int(found["image_grid_thw"][0].prod()) // 4))
+        ids = torch.tensor([self.tokenizer(text, add_special_tokens=False)["input_ids"]])
+        kinds = (ids == self.tokenizer.convert_tokens_to_ids("<|image_pad|>")).long()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **found}
+
+    def save_pretrained(self, directory: str) -> None:
+        self.tokenizer.save_pretrained(directory)
+
+
+def qwen(directory: Path, own: Any) -> Path:
+    """Qwen2.5-VL in small, whose grids of patches say where tokens are."""
+    ids = dict(zip(MARKS, own.convert_tokens_to_ids(MARKS)))
+    torch.manual_seed(0)
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": len(own), "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}  # fmt: skip
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+              "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=ids[MARKS[0]], vision_start_token_id=ids[MARKS[1]],
+        vision_end_token_id=ids[MARKS[2]], video_token_id=ids[MARKS[3]],
+    )  # fmt: skip
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(directory)
+    own.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_qwen_vl(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patches of all images come one after another, and a grid for each."""
+    own = QwenProcessor()
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *_, **__: own)
+    chosen = options(qwen(tmp_path / "qwen", own.tokenizer), write(tmp_path, image), tmp_path / "out")
+    result, _ = run(chosen)
+    assert result.losses == pytest.approx(eager(chosen), rel=1e-5, abs=1e-5)
+
+
+def test_a_processor_that_cannot_be_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ImportError("Qwen2VLVideoProcessor requires the Torchvision library")
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", fail)
+    with pytest.raises(PlanError, match=r"the processor in .*llava.* cannot be loaded: .*Torchvision library"):
+        Codec.read(model, sees=True)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_data_set_with_images_inside(model: Path, tmp_path: Path) -> None:
@@ -161,7 +228,8 @@ def test_rows_of_images_are_not_cut(model: Path, image: Path, tmp_path: Path) ->
 )
 def test_options_that_do_not_fit(changes: dict[str, Any], said: str, model: Path, image: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=said):
-        prepare(options(model, write(tmp_path, image), tmp_path / "out", **changes), Console(quiet=True))
+        given = options(model, write(tmp_path, image), tmp_path / "out")
+        prepare(dataclasses.replace(given, **changes), Console(quiet=True))
 
 
 def test_images_for_a_model_of_text(tmp_path: Path) -> None:
