@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from ..compiler.export.gguf_file import library, require_known
 from ..compiler.job.job import Job
 from ..compiler.models.named import SEES, NamedModel, find_model
 from ..compiler.models.table import alias_of
@@ -23,7 +24,6 @@ from ..data.rows import Rows
 from ..data.streamed import StreamedRows
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
-from ..runtime.state.gguf_file import library, require_known
 from .best import LOWER_IS_BETTER
 from .options import TrainOptions
 from .schedule import schedule

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from ..compiler.job.export import complete
+from ..compiler.export.export import complete
 from ..compiler.job.job import Job
 from ..compiler.job.preflight import own_device, require_kind_of_machine
 from ..compiler.models.named import SEES

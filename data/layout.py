@@ -64,7 +64,7 @@ def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, in
 
 
 def _stack(tensors: list[Tensor | None], name: str) -> Tensor:
-    """What each row has of its images, [rows, ...]. Raises `PlanError` where rows differ in number or size of these."""
+    """The images of all rows, [rows, ...]. Raises `PlanError` where rows differ in number or size of these."""
     first = tensors[0]
     assert first is not None
     for number, tensor in enumerate(tensors, start=1):
@@ -72,7 +72,7 @@ def _stack(tensors: list[Tensor | None], name: str) -> Tensor:
             found = "none" if tensor is None else list(tensor.shape)
             raise PlanError(
                 f"row {number}: its images are {found} as {name}, those of the first row {list(first.shape)}; allowed "
-                "are as many images in each row, all of one size: --image-size 448 makes them so"
+                "are the same number of images in each row, all of one size, as --image-size 448 makes them"
             )
     return torch.stack([tensor for tensor in tensors if tensor is not None])
 

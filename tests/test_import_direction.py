@@ -48,8 +48,8 @@ ORDER = {
     ),
     "compiler": (
         "planning", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "models", "packing", "capture",
-        "batches", "folder", "changed_params", "loss", "profile", "search", "report", "replanner", "job", "preference",
-        "arguments", "request", "graphs", "check", "load", "api",
+        "batches", "folder", "changed_params", "loss", "profile", "search", "report", "replanner", "export", "job",
+        "preference", "arguments", "request", "graphs", "check", "load", "api",
     ),
     "training": ("listener", "plain", "records", "watch", "broadcast", "logs", "live"),
     "integrations": ("transformers", "trl"),

@@ -19,6 +19,7 @@ from ...runtime.processes.torchrun import TorchrunDriver
 from ...runtime.simulate import Straggler, Timeline, find_stragglers, slow_devices
 from ...runtime.source.trust import ONLY_VERIFIED, Trust
 from ...runtime.state import pretrained
+from ..export.export import Export, base_directory, complete, require_exportable
 from ..folder import Folder
 from ..pipeline import PassRecord
 from ..planning import fixed_torch
@@ -31,7 +32,6 @@ from .background import BackgroundSave, Saves
 from .changes.model import Taken
 from .changes.param_groups import GroupOptions, read_groups
 from .counts import LossWeight
-from .export import Export, base_directory, complete, require_exportable
 from .feed import Feed
 from .one_call import OneCall, one_call
 from .outputs import Outputs

@@ -7,14 +7,13 @@ are those of PyTorch and transformers, and the tensors under its names, one unpa
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..model_names import meta_twin
 from .layers import QuantisedLinear
 from .packed import PackedExperts, PackedWrapper
 from .pieces import lending
@@ -42,13 +41,13 @@ class PackedWeight:
 
 class Unpacking:
     """`model`: the twin on meta with plain layers, or the given model where nothing is packed. `weights`: those of it
-    that are unpacked, by name."""
+    that are unpacked, by name. twin_of: makes a copy on meta."""
 
-    def __init__(self, given: nn.Module):
+    def __init__(self, given: nn.Module, twin_of: Callable[[nn.Module], nn.Module]):
         self.weights: dict[str, PackedWeight] = {}
         self.model = given
         if any(isinstance(module, QuantisedLinear) for module in given.modules()):
-            self.model = meta_twin(given)
+            self.model = twin_of(given)
             self._dtype = _type_beside(given)
             modules = dict(self.model.named_modules(remove_duplicate=False))
             for path, module in modules.items():

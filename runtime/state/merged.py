@@ -92,7 +92,7 @@ class AdapterMerge:
 
     def __init__(self, saved: ModelPart):
         _require_mergeable(saved.module)
-        self._unpacking = Unpacking(saved.module)
+        self._unpacking = Unpacking(saved.module, meta_twin)
         model: Any = self._unpacking.model
         twin: Any = meta_twin(model)
         root: nn.Module = twin.get_base_model()

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.cli.config import SECTION_OF, SECTIONS, config_text, read_config
+from penstock.cli.config import SAME, SECTION_OF, SECTIONS, WRITE, config_text, read_config
 from penstock.cli.main import main
 from penstock.cli.options import TrainOptions
-from penstock.cli.other_trainers import SAME, WRITE
 from penstock.ir.errors import PlanError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train.yaml"

@@ -16,7 +16,7 @@ from penstock.cli.options import JobOptions
 from penstock.compiler.models.named import find_model
 from penstock.errors import PlanError
 from penstock.tests.cli.test_train_command import BERT, GPT, TEXT, options, run
-from penstock.tests.runtime.state.gguf_models import write_model
+from penstock.tests.compiler.export.gguf_models import write_model
 
 ADAPTER = "lora:r=2,targets=c_attn"
 

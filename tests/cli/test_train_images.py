@@ -56,7 +56,7 @@ def encode(model: Path, messages: list[dict[str, Any]], images: Any, folder: Pat
 
 
 def test_labels_are_on_the_assistants_turns(model: Path, image: Path) -> None:
-    """Placeholders are as many as the image has patches."""
+    """There is a placeholder for each patch of the image."""
     found = encode(model, [*TALK, {"role": "user", "content": "w5"}, TALK[1]], ["noise.png"], image.parent)
     tokenizer = Codec.read(model, sees=True).tokenizer
     text = tokenizer.decode([token for token in found["labels"] if token != -100])

@@ -12,10 +12,10 @@ import torch
 import transformers
 
 import penstock
-from penstock.compiler.job.export import Export
+from penstock.compiler.export.export import Export
 from penstock.errors import PlanError
 from penstock.tests.compiler.eager_baseline import SGD
-from penstock.tests.runtime.state.gguf_models import CONFIGS, write_model
+from penstock.tests.compiler.export.gguf_models import CONFIGS, write_model
 
 IDS = torch.arange(64).view(4, 16)
 

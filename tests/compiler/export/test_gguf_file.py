@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
+from penstock.compiler.export.gguf_file import SPLITS, rope_factors, rotated_in_pairs, write_gguf
 from penstock.errors import PlanError
-from penstock.runtime.state.gguf_file import SPLITS, rope_factors, rotated_in_pairs, write_gguf
-from penstock.tests.runtime.state.gguf_models import CONFIGS, SHAPE, write_model, write_tokenizer
+from penstock.tests.compiler.export.gguf_models import CONFIGS, SHAPE, write_model, write_tokenizer
 
 gguf = pytest.importorskip("gguf")
 PLACES = {  # as transformers names a tensor of a layer: as llama.cpp does
@@ -37,7 +37,7 @@ def place(key: str) -> str:
     return f"blk.{number}.{PLACES[path]}.{leaf}"
 
 
-def unturned(values: np.ndarray[Any, Any], heads: int) -> torch.Tensor:
+def turn_back(values: np.ndarray[Any, Any], heads: int) -> torch.Tensor:
     """The order of transformers, from pairs of neighbours."""
     rows = torch.from_numpy(values.astype(np.float32))
     pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, -1)
@@ -61,7 +61,7 @@ def test_tensors_are_those_of_the_directory(name: str, kind: str, tmp_path: Path
         expected = tensor.to({"bf16": torch.bfloat16, "f16": torch.float16}.get(kind, torch.float32)).float()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(key.split(".")[-2], 0)
         turned = heads and name in ("llama", "mistral")
-        back = unturned(values, heads) if turned else torch.from_numpy(values.astype(np.float32))
+        back = turn_back(values, heads) if turned else torch.from_numpy(values.astype(np.float32))
         if kind == "q8_0" and tensor.dim() > 1:
             step = expected.view(-1, 32).abs().amax(1, keepdim=True) / 127
             assert ((back.view(-1, 32) - expected.view(-1, 32)).abs() <= step * 0.51 + 1e-4).all(), key

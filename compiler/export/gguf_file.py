@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ir.documents import read_json
 from ...ir.errors import PlanError
-from .weight_files import open_files
+from ...runtime.state.weight_files import open_files
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type: theirs
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}  # of matrices; all else is F32
@@ -71,7 +71,7 @@ def write_gguf(directory: Path, file: Path, kind: str) -> Path:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, read in tensors.items():
-            writer.write_tensor_data(_packed(gguf, name, read(), types[name]))
+            writer.write_tensor_data(_pack(gguf, name, read(), types[name]))
         writer.close()
         part.replace(file)
     finally:
@@ -189,7 +189,7 @@ def _type_of(gguf: Any, shape: tuple[int, ...], kind: str) -> Any:
     return wished if shape[-1] % gguf.GGML_QUANT_SIZES[wished][0] == 0 else types.F16
 
 
-def _packed(gguf: Any, name: str, tensor: Tensor, kind: Any) -> np.ndarray[Any, Any]:
+def _pack(gguf: Any, name: str, tensor: Tensor, kind: Any) -> np.ndarray[Any, Any]:
     types = gguf.GGMLQuantizationType
     if kind == types.BF16:
         return tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()

@@ -10,9 +10,9 @@ from typing import Any
 
 from ...ir.documents import read_json
 from ...ir.errors import PlanError
-from ...runtime.state.gguf_file import library, require_known, write_gguf
 from ...runtime.state.wrapped import PEFT, is_a, module_to_save
 from ..models.named import cached_directory
+from .gguf_file import library, require_known, write_gguf
 
 GGUF_FILE = "model.gguf"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -27,7 +27,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 @dataclass(frozen=True)
 class Export:
-    """What was written. `commands` serve it; `remarks` say what they need beside it."""
+    """The files of an exported model. `commands` serve them; `remarks` say what is missing for that."""
 
     directory: Path
     gguf: Path | None = None

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.runtime.state.gguf_file import SPLITS
+from penstock.compiler.export.gguf_file import SPLITS
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
