@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from ..compiler.packing.documents import IGNORED
 from ..ir.errors import PlanError
@@ -134,11 +134,11 @@ def _encode_marked_turns(
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    tokenizer = codec.tokenizer
+    tokenizer, given = codec.tokenizer, cast("Any", tools)
     try:
         made: Any = render_jinja_template(
             conversations=[messages], chat_template=tokenizer.get_chat_template(), return_assistant_tokens_mask=True,
-            tools=tools, **tokenizer.special_tokens_map,
+            tools=given, **tokenizer.special_tokens_map,
         )  # fmt: skip
     except (TemplateError, *REFUSED) as error:
         raise PlanError(f"{where}: the chat template refuses these messages: {error}") from error

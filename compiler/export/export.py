@@ -45,17 +45,17 @@ def require_exportable(model: Any, merge: bool, gguf: str | None) -> None:
     saved: Any = module_to_save(model).module
     if is_a(saved, PEFT) and not merge:
         raise PlanError("export(gguf=...): a file of GGUF has the whole model; give merge=True")
-    config = getattr(saved, "config", None)
+    config: Any = getattr(saved, "config", None)
     require_known(config.to_dict() if hasattr(config, "to_dict") else {}, gguf)
     library()
 
 
 def base_directory(*names: str | Path | None) -> Path | None:
     """The first of these that is a directory of a model here, or the name of one in the hub's cache."""
-    for name in filter(None, names):
-        if Path(name).is_dir():
+    for name in names:
+        if name and Path(name).is_dir():
             return Path(name)
-        if (cached := cached_directory(str(name))) is not None:
+        if name and (cached := cached_directory(str(name))) is not None:
             return cached
     return None
 

@@ -131,7 +131,8 @@ def rope_factors(config: Config) -> Tensor | None:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = original / (2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size))
     share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - share) / factor + share)).float()
+    found: Tensor = 1 / ((1 - share) / factor + share)
+    return found.float()
 
 
 def _describe(writer: Any, gguf: Any, config: Config, kind: str) -> None:

@@ -137,7 +137,8 @@ class Linear4bitBytes(QuantisedLinear):
 
     @property
     def plain_dtype(self) -> torch.dtype:
-        return self.dtype
+        found: torch.dtype = self.dtype
+        return found
 
     def unpack(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         nested = [parts.get(name) for name in ("nested_absmax", "nested_quant_map", "nested_offset")]

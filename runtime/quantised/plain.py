@@ -100,7 +100,8 @@ class Unpacking:
 
     def _plain_experts(self, path: str, experts: PackedExperts) -> nn.Module:
         was = experts.replaced.layer
-        plain: nn.Module = type(was).__new__(type(was))
+        kind: Any = type(was)
+        plain: nn.Module = kind.__new__(kind)
         plain.__dict__.update(was.__dict__)
         plain._buffers, plain._modules = dict(experts._buffers), dict(experts._modules)
         plain._parameters = dict.fromkeys(was._parameters)
