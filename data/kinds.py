@@ -89,9 +89,9 @@ def _refuse_columns(record: Record, allowed: tuple[str, ...]) -> NoReturn:
     there = ", ".join(record.values) or "none"
     wanted = [name for kind in allowed for names in COLUMNS[kind].values() for name in names]
     near = [(key, close[0]) for key in record.values if (close := difflib.get_close_matches(key.lower(), wanted, 1))]
-    hint = f"; is {near[0][0]!r} meant as {near[0][1]!r}?" if near else ""
+    hint = f"; is {near[0][0]!r} meant as {near[0][1]!r}?" if near else "."
     raise PlanError(
-        f"{record.where}: its columns are of no kind: {there}. The kinds have {needs}{hint}. --column text=NAME says "
+        f"{record.where}: its columns are of no kind: {there}. The kinds have {needs}{hint} --column text=NAME says "
         "which is which"
     )
 

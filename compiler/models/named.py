@@ -313,7 +313,8 @@ def find_model(
     config = _configuration({**fields, **values}, name) if values else plain
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training has no use for it, and it changes which attention kernel runs
-    config.get_text_config().use_cache = False
+    if hasattr(config, "vision_config"):
+        config.get_text_config().use_cache = False
     named = NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
     named.require_form()
     return named
