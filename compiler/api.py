@@ -62,8 +62,8 @@ DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
 def compile(
     model: nn.Module,
     hardware: Hardware | str | Path = "auto",
+    example_inputs: Any = None,
     *,
-    example_inputs: Any,
     optimizer: Any = DEFAULT_OPTIMIZER,
     lr_scheduler: Any = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,

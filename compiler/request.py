@@ -43,6 +43,7 @@ from .arguments import (
     count_of,
     warn_of_mode,
 )
+from .batches.dummy import dummy_batch
 from .batches.dynamic_shapes import describe_tensors, largest, read_dynamic_shapes
 from .batches.shape import BatchShape, as_dicts
 from .batches.sizes import BatchSizes
@@ -104,7 +105,8 @@ class Request:
         model that is not on meta takes of a memory is left out of that memory's budget.
     hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine (under torchrun the
         machines of all ranks). Every rank must call `compile`: the first one plans, the others carry its plan out.
-    example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning.
+    example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning. If
+        left out, the `dummy_inputs` of a transformers model.
     optimizer, lr_scheduler: a torch.optim class, or a partial of one; the same for torch.optim.lr_scheduler.
     param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: other
         arguments for some parameters, or with "optimizer": partial(torch.optim.Muon, lr=0.02) an optimizer of their
@@ -196,6 +198,8 @@ class Request:
         check_steps(self.steps)
         check_search_s(self.search_s)
         check_compile_stages(self.compile_stages)
+        batch = self.example_inputs
+        batch = dummy_batch(model, needs_labels=self.loss_fn is None) if batch is None else batch
         plan = None if self.plan is None else Plan.from_any(self.plan)
         wishes = {name: getattr(self, name) for name in IN_PLANS}
         wishes["precision"] = Precision.of(self.precision).name
@@ -203,7 +207,8 @@ class Request:
             check_agrees(plan, strategy=self.strategy, **wishes)
             wishes = {name: getattr(plan, name) for name in IN_PLANS}
         directories = plain_directories(self.ssd_dirs)
-        request = replace(self, model=model, plan=plan, ssd_dirs=directories, unpacked=unpacked, **wishes)
+        settled = {**wishes, "example_inputs": batch, "plan": plan, "ssd_dirs": directories}
+        request = replace(self, model=model, unpacked=unpacked, **settled)
         check_float8(request.types, request.machine, self.compile_stages)
         check_cuda_graphs(self.cuda_graphs, self.compile_stages, request.machine)
         check_kernels(self.kernels, request._decided_passes, plan, self.compile_stages)
