@@ -25,7 +25,7 @@ class _Line(logging.Handler):
 
 def answer_so_far(best_s: float, bound_s: float, number: int, item: str) -> str:
     """That a plan fits, and the rates between which the last answer is: of the best step so far, and of the bound."""
-    from .compare import figure
+    from ..ir.units import figure
 
     least, most = figure(number / best_s), f" and {figure(number / bound_s)}" if bound_s > 0 else " or more"
     return f"fits; {'between ' if bound_s > 0 else ''}{least}{most} {item}s a second; so far "

@@ -162,6 +162,11 @@ def format_flops(value: float) -> str:
     return FLOPS.format(value)
 
 
+def figure(value: float) -> str:
+    """A number with at least three digits, and commas between thousands."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def format_seconds(value: float) -> str:
     """A time for people: "41.2 ms"."""
     return SECONDS.format(value)

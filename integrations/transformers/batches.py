@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn import functional
 
 from ...compiler.batches.shape import number_of_rows
@@ -26,11 +27,13 @@ PADDED = (
 
 @dataclass(frozen=True)
 class BatchForm:
-    """The shape of a step's batch: its rows, and for inputs of token ids and the like their lengths."""
+    """The shape of a step's batch: its rows, and for inputs of token ids and the like their lengths. `takes_fewer`:
+    whether the job takes a short batch as it is."""
 
     rows: int
     lengths: Mapping[str, int]
     pad_id: int = 0
+    takes_fewer: bool = False
 
     def pad(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The batch on the host, each input at its length.
@@ -63,12 +66,17 @@ class BatchForm:
     def fill(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Fill the batch up to the rows of every step: copies of the first row, of which no label counts."""
         missing = self.rows - count_rows(batch)
-        if missing == 0:
+        if missing == 0 or self.takes_fewer:
             return batch
-        first = take_rows(batch, 0, 1)
-        found = {name: torch.cat([value, *[first[name]] * missing]) for name, value in batch.items()}
-        found["labels"][-missing * len(first["labels"]) :] = IGNORED
+        found = self.repeat(batch)
+        labels = found["labels"]
+        labels[-missing * len(labels) // self.rows :] = IGNORED
         return found
+
+    def repeat(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch with the rows of every step, the missing ones as copies of the first."""
+        first, missing = take_rows(batch, 0, 1), self.rows - count_rows(batch)
+        return {name: torch.cat([value, *[first[name]] * missing]) for name, value in batch.items()}
 
 
 def form_of(
@@ -149,6 +157,16 @@ def take_rows(batch: Mapping[str, Tensor], first: int, end: int) -> dict[str, Te
                 "a row: allowed is the same number for each row, such as images of one size"
             )
     return {name: value[first * len(value) // rows : end * len(value) // rows] for name, value in batch.items()}
+
+
+def any_rows(batch: Mapping[str, Tensor], most: int, others: Any) -> Any:
+    """`dynamic_shapes` for a batch of up to `most` rows. `others`: those of the user, of other dimensions."""
+    rows = Dim("rows", max=most)
+    if isinstance(others, Dim):
+        return (rows, others)
+    if isinstance(others, tuple):
+        return others
+    return {name: {0: rows, **((others or {}).get(name) or {})} for name in batch}
 
 
 def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module, job: Job | None = None) -> str:

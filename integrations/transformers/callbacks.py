@@ -78,15 +78,19 @@ def _is_plain(value: Any) -> bool:
 
 
 class SetOptions:
-    """Finds what callbacks have set in the Trainer's optimizer, by a schedule of its own that runs beside it."""
+    """Finds what callbacks have set in the Trainer's optimizer, by a schedule of its own that runs beside it.
+    `schedule`: None where the job has none; then every rate is set, step by step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Callable[[torch.optim.Optimizer], Any], state: Any):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: Callable[[torch.optim.Optimizer], Any] | None, state: Any
+    ):
         rows = [{"params": [nn.Parameter(torch.zeros(()))], "lr": group["lr"]} for group in optimizer.param_groups]
         self._optimizer, self._twin = optimizer, torch.optim.SGD(rows)
-        self._schedule = schedule(self._twin)
-        self._schedule.load_state_dict(state)
+        self._schedule = None if schedule is None else schedule(self._twin)
+        if self._schedule is not None:
+            self._schedule.load_state_dict(state)
         self._before = [_options(group) for group in optimizer.param_groups]
-        self._set_rates()
+        self._set_rates(None if schedule is None else optimizer)
 
     def take(self) -> list[tuple[int, str, Any]]:
         """Group, option and value of what was set since the last call, before the step that is to have it."""
@@ -95,17 +99,18 @@ class SetOptions:
             due = {**self._before[index], "lr": self._twin.param_groups[index]["lr"]}
             found += [(index, key, value) for key, value in _options(group).items() if value != due.get(key)]
             self._before[index] = _options(group)
-        self._set_rates()
+        self._set_rates(self._optimizer)
         return found
 
     def step(self) -> None:
         """A step of the schedule, as the Trainer makes of its own after each step."""
-        self._twin.step()  # which has no gradients: a schedule wants it first
-        self._schedule.step()
+        if self._schedule is not None:
+            self._twin.step()  # which has no gradients: a schedule wants it first
+            self._schedule.step()
 
-    def _set_rates(self) -> None:
-        for own, twin in zip(self._optimizer.param_groups, self._twin.param_groups):
-            twin["lr"] = own["lr"]
+    def _set_rates(self, optimizer: torch.optim.Optimizer | None) -> None:
+        for index, twin in enumerate(self._twin.param_groups):
+            twin["lr"] = None if optimizer is None else optimizer.param_groups[index]["lr"]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,9 @@ def evaluate(
     job: Job, form: BatchForm, batch: dict[str, Tensor], shifted: bool, outputs: bool
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The loss and the outputs of a batch of any number of rows, which go through the job some at a time. A loss is the
-    mean over all labels that count. `batch` has the lengths of `form`."""
+    mean over all labels that count, or over rows where its terms are. `batch` has the lengths of `form`."""
     total, count = 0.0, 0
+    by_rows = all(term.kind in ("mean", "weighted") for term in job.folder.settings.loss)
     found: list[dict[str, Tensor]] = []
     has_loss = True
     rows = count_rows(batch)
@@ -37,10 +38,11 @@ def evaluate(
         part = take_rows(batch, first, min(first + form.rows, rows))
         given = job.evaluate(form.fill(part), outputs=outputs)
         has_loss = "loss" in given
-        if has_loss and (here := _count(part, shifted)):
+        if has_loss and (here := count_rows(part) if by_rows else _count(part, shifted)):
             total, count = total + float(given.loss) * here, count + here
         kept = {name: value for name, value in given.items() if value.dim()}
-        found.append({name: value[: len(value) * count_rows(part) // form.rows] for name, value in kept.items()})
+        own, filled = count_rows(part), count_rows(part) if form.takes_fewer else form.rows
+        found.append({name: value[: len(value) * own // filled] for name, value in kept.items()})
     gathered = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     return torch.tensor(total / count if count else math.nan) if has_loss else None, gathered
 

@@ -5,36 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.trainer_callback import ProgressCallback
 
 from ...compiler.api import compile as compile_job
 from ...compiler.job.job import Job
 from ...compiler.search.offer import Offer
-from ...ir.errors import BatchError, PlanError, WorkerError
+from ...ir.errors import PlanError, WorkerError
 from ...runtime.processes.interrupt import finishing
 from ...training.broadcast import Broadcast, facts_of, telling
 from ...training.listener import Listener
 from ...training.live.server import PageServer
 from ...training.live.terminal import TerminalView, view_on
 from ...training.watch import StragglerWatch
-from .batches import TOKENS, BatchForm, count_rows, form_of, join_batches, take_rows, why_not_fillable
+from .batches import TOKENS, BatchForm, any_rows, count_rows, form_of, join_batches, take_rows, why_not_fillable
 from .callbacks import SetOptions, SyncFirst, refuse_callbacks
 from .evaluation import evaluate, shifts_labels
-from .refusals import (
-    PRECISIONS,
-    overrides,
-    refuse_arguments,
-    refuse_trainer,
-    require_known_optimizer,
-    require_whole_batches,
-)
+from .features import PRECISIONS, overrides, refuse_trainer, require_one_process, settle_arguments, short_rows
+from .loss import TracedLoss, loss_of_trainer, makes_loss
+from .optimizers import OptimizerOf, follows_own_rates, makes_optimizer
 from .schedule import make_schedule
 
 if TYPE_CHECKING:
@@ -80,17 +76,18 @@ class StepsByJob(Host):
         self._run = ExitStack()
         self._waiting: list[Any] = []
         self._checkpoint: str | None = None
-        given = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if given is not None:
-            refuse_arguments(given)
+        if len(args) > 1:
+            args = (args[0], args[1] and settle_arguments(args[1]), *args[2:])
+        elif kwargs.get("args") is not None:
+            kwargs["args"] = settle_arguments(kwargs["args"])
         super().__init__(*args, **kwargs)
-        refuse_arguments(self.args)
+        self._given = (self.optimizer, self.lr_scheduler)
         if "dynamic_shapes" in self.compile_options and self.args.world_size > 1:
             raise PlanError(
                 "compile_options={'dynamic_shapes': ...} under torchrun: ranks would have batches of several "
                 "lengths; leave it out, and rows are padded to max_length"
             )
-        refuse_trainer(self, type(self).own_loss)
+        refuse_trainer(self)
         refuse_callbacks(self.callback_handler.callbacks)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
@@ -114,13 +111,9 @@ class StepsByJob(Host):
             self.job = self._form = self._broadcast = self._watch = self._options = None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        self.optimizer, self.lr_scheduler = None, None
-        if self.optimizer_cls_and_kwargs is None:
-            self._optimizer_class, self._optimizer_options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            require_known_optimizer(self._optimizer_class, str(getattr(self.args.optim, "value", self.args.optim)))
-        else:
-            self._optimizer_class, self._optimizer_options = self.optimizer_cls_and_kwargs
+        self.optimizer, self.lr_scheduler = self._given
         self.create_optimizer()
+        self._optimizer = OptimizerOf(self, self._given[0] is not None or makes_optimizer(self))
         self.create_scheduler(max_steps)
         self._total_steps, self._checkpoint, self._waiting = max_steps, resume_from_checkpoint, []
         self._synced_step = -1
@@ -179,12 +172,13 @@ class StepsByJob(Host):
             return inputs
         return {key: v.cpu() if isinstance(v, Tensor) else v for key, v in self._prepare_inputs(inputs).items()}
 
-    def _set_options(self, job: Job, found: Iterable[tuple[int, str, Any]]) -> None:
-        """Set what callbacks have set in the Trainer's optimizer on the devices."""
+    def _set_options(self, job: Job, found: Sequence[tuple[int, str, Any]]) -> None:
+        """Set what callbacks, or schedules of the script, have set in the Trainer's optimizer on the devices."""
+        groups = job.param_groups if found else []
         for index, key, value in found:
-            for own, group in enumerate(self._group_numbers):
-                if group == index:
-                    job.param_groups[own][key] = value
+            for own, number in enumerate(self._optimizer.numbers):
+                if number == index and key in groups[own]:
+                    groups[own][key] = value
 
     def _tell(self, offer: Offer) -> None:
         """Log what another plan would gain, leave it in the output directory, and say what takes it."""
@@ -202,12 +196,6 @@ class StepsByJob(Host):
     def _fill(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Fill the batch up to the rows of every step."""
         assert self._form is not None
-        missing = self._form.rows - count_rows(batch)
-        if missing and (reason := why_not_fillable(batch, self.model, self.job)):
-            raise BatchError(
-                f"a batch lacks {missing} of the {self._form.rows} rows that every step of a Job has, and none can be "
-                f"filled up, as {reason}; set max_steps to the number of whole batches"
-            )
         return self._form.fill(batch)
 
     def _take_step(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
@@ -236,10 +224,8 @@ class StepsByJob(Host):
     def _begin_job(self, batch: dict[str, Tensor]) -> tuple[Job, Broadcast]:
         """The job, and who is told of its steps, until the run ends."""
         assert self._form is not None
-        self._require_whole_batches(why_not_fillable(batch, self.model))
         listeners = self._listeners()
-        job = self._run.enter_context(self._compile(self._fill(batch)))
-        self._require_whole_batches(why_not_fillable(batch, self.model, job))
+        job = self._run.enter_context(self._compile_for_all_rows(batch))
         if self._checkpoint is not None:
             job.resume(Path(self._checkpoint) / FOLDER)
         broadcast = self._run.enter_context(telling(Broadcast(job, listeners)))
@@ -247,11 +233,23 @@ class StepsByJob(Host):
         broadcast.begin(facts_of(job, name, str(self.args.output_dir), self._total_steps, self._form.rows))
         return job, broadcast
 
-    def _require_whole_batches(self, reason: str) -> None:
+    def _compile_for_all_rows(self, batch: dict[str, Tensor]) -> Job:
+        """A job that also takes the short last batch of an epoch: filled up, or of fewer rows."""
         assert self._form is not None
-        rows = getattr(self.train_dataset, "__len__", None)
-        if rows is not None:
-            require_whole_batches(self.args, rows(), self._form.rows, self._total_steps, reason)
+        job = self._compile(self._form.repeat(batch))
+        short = short_rows(self.args, self.train_dataset, self._form.rows, self._total_steps)
+        reason = why_not_fillable(batch, self.model, job)
+        if short is None or not reason:
+            return job
+        require_one_process(self.args, reason)
+        job.close()
+        by_rows = all(term.kind == "mean" for term in job.folder.settings.loss)
+        fewer = {"dynamic_shapes": any_rows(batch, self._form.rows, self.compile_options.get("dynamic_shapes"))}
+        fewer |= {"loss_weight": count_rows} if by_rows and "loss_weight" not in self.compile_options else {}
+        if short and job.plan.micro_batches > short:
+            fewer["micro_batches"] = max(n for n in range(1, short + 1) if self._form.rows % n == 0)
+        self._form = replace(self._form, takes_fewer=True)
+        return self._compile(self._form.repeat(batch), **fewer)
 
     def _listeners(self) -> list[Listener]:
         """Those given, a page, and the view in the terminal, which takes the place of the Trainer's progress bar."""
@@ -271,10 +269,10 @@ class StepsByJob(Host):
         return found
 
     def _module(self) -> Any:
-        """The module that the job trains: the model, or the model with its loss."""
-        return self.model
+        """The module that the job trains: the model, or the model with the loss that the trainer makes."""
+        return TracedLoss(self.model, partial(loss_of_trainer, self)) if makes_loss(self) else self.model
 
-    def _compile(self, batch: dict[str, Tensor]) -> Job:
+    def _compile(self, batch: dict[str, Tensor], **more: Any) -> Job:
         args = self.args
         self.model.train()
         schedule = partial(
@@ -284,36 +282,19 @@ class StepsByJob(Host):
             total_steps=self._total_steps,
             **(args.lr_scheduler_kwargs or {}),
         )
-        self._options = SetOptions(self.optimizer, schedule, self.lr_scheduler.state_dict())
-        options = {
-            "optimizer": self._optimizer(),
-            "param_groups": list(self._param_groups()),
-            "lr_scheduler": schedule,
+        own_rates = self._given[1] is not None or follows_own_rates(self)
+        self._options = SetOptions(self.optimizer, None if own_rates else schedule, self.lr_scheduler.state_dict())
+        options: dict[str, Any] = {
+            "optimizer": self._optimizer.maker(),
+            "param_groups": list(self._optimizer.groups()),
+            "lr_scheduler": None if own_rates else schedule,
             "max_grad_norm": args.max_grad_norm or None,
             "precision": PRECISIONS[args.mixed_precision],
             "seed": args.seed,
             "steps": self._total_steps,
         }
-        return compile_job(self._module(), self.hardware, example_inputs=batch, **{**options, **self.compile_options})
-
-    def _optimizer(self, **changes: Any) -> Any:
-        options = {**self._optimizer_options, **changes}
-        return partial(self._optimizer_class, **{k: v for k, v in options.items() if k != "fused"})
-
-    def _param_groups(self) -> Iterator[dict[str, Any]]:
-        """Those of the Trainer, which has states of 32 bits for embeddings where bitsandbytes' others have 8."""
-        embeddings = {
-            id(module.weight)
-            for module in self.model.modules()
-            if isinstance(module, nn.Embedding) and self._optimizer_options.get("optim_bits") == 8
-        }
-        self._group_numbers: list[int] = []  # of the Trainer's, for each of the job's
-        for number, group in enumerate(self.optimizer.param_groups):
-            for whole, own in ((False, {}), (True, {"optimizer": self._optimizer(optim_bits=32)})):
-                params = [param for param in group["params"] if (id(param) in embeddings) == whole]
-                if params:
-                    self._group_numbers.append(number)
-                    yield {"params": params, "weight_decay": group["weight_decay"], **own}
+        options |= {**self.compile_options, **more}
+        return compile_job(self._module(), self.hardware, batch, **options)
 
     def _clip_grad_norm(self, model: Any) -> None:
         """The job clips."""
@@ -361,8 +342,8 @@ class StepsByJob(Host):
         whole = self._gather_batches([own])
         batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""
-        if count_rows(batch) % self._form.rows:
-            reason = reason or why_not_fillable(batch, self.model, self.job)
+        if rest := count_rows(batch) % self._form.rows:
+            reason = reason or self._why_not_short(batch, rest)
         if reason:
             return self._prediction_of_model(model, inputs, prediction_loss_only, ignore_keys, reason)
         loss, outputs = self._evaluate_batch(batch, not prediction_loss_only)
@@ -376,6 +357,13 @@ class StepsByJob(Host):
         logits = tuple(self._own_rows(value, own, batch, whole).to(self.args.device) for value in outputs.values())
         labels = tuple(own[name].to(self.args.device) for name in self.label_names if name in own)
         return loss, logits[0] if len(logits) == 1 else logits, _one_or_all(labels)
+
+    def _why_not_short(self, batch: dict[str, Tensor], rows: int) -> str:
+        assert self.job is not None and self._form is not None
+        if not self._form.takes_fewer:
+            return why_not_fillable(batch, self.model, self.job)
+        least = self.job.plan.micro_batches
+        return f"{rows} rows are fewer than its {least} micro-batches" if rows < least else ""
 
     def _own_rows(self, value: Tensor, own: Any, batch: Any, whole: Any) -> Tensor:
         """This process's part of an output of a batch, which may have several entries for each row."""

@@ -9,7 +9,7 @@ from transformers import default_data_collator
 
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.transformers import PenstockTrainer
-from penstock.integrations.transformers.refusals import INSTEAD, refuse_trainer, require_known_optimizer
+from penstock.integrations.transformers.features import INSTEAD, refuse_trainer, require_known_optimizer
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
     VOCABULARY,
@@ -80,7 +80,7 @@ def test_refuses_what_accelerate_launch_adds(name, tmp_path):
     trainer = make_case(PenstockTrainer, *causal(), tmp_path)
     setattr(trainer, f"is_{name}_enabled", True)
     with pytest.raises(PlanError, match=f"--use_{name}"):
-        refuse_trainer(trainer, PenstockTrainer.own_loss)
+        refuse_trainer(trainer)
 
 
 def test_refuses_a_precision_of_accelerate_launch(tmp_path, monkeypatch):
