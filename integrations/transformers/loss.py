@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...compiler.packing.documents import IGNORED
@@ -57,3 +58,12 @@ def _count_items(trainer: Any, batch: Mapping[str, Tensor]) -> Tensor | None:
         return None
     labels = labels[..., 1:] if trainer._loss_shifts_labels else labels
     return labels.ne(IGNORED).sum()
+
+
+def add_noise(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """NEFTune's noise in embeddings (Jain et al. 2023), as a hook that can be traced; `Trainer`'s reads its bound from
+    a tensor. Drawn by keys, as dropout is."""
+    if not module.training:
+        return output
+    bound = module.neftune_noise_alpha / (output.shape[1] * output.shape[2]) ** 0.5
+    return output + (torch.rand_like(output) * 2 - 1) * bound

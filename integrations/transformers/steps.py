@@ -29,7 +29,7 @@ from .batches import TOKENS, BatchForm, any_rows, count_rows, form_of, join_batc
 from .callbacks import SetOptions, SyncFirst, refuse_callbacks
 from .evaluation import evaluate, shifts_labels
 from .features import PRECISIONS, overrides, refuse_trainer, require_one_process, settle_arguments, short_rows
-from .loss import TracedLoss, loss_of_trainer, makes_loss
+from .loss import TracedLoss, add_noise, loss_of_trainer, makes_loss
 from .optimizers import OptimizerOf, follows_own_rates, makes_optimizer
 from .schedule import make_schedule
 
@@ -112,6 +112,10 @@ class StepsByJob(Host):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self.optimizer, self.lr_scheduler = self._given
+        if self.neftune_noise_alpha is not None:
+            self.neftune_hook_handle.remove()
+            embeddings = next(each for each in self.model.modules() if hasattr(each, "neftune_noise_alpha"))
+            self.neftune_hook_handle = embeddings.register_forward_hook(add_noise)
         self.create_optimizer()
         self._optimizer = OptimizerOf(self, self._given[0] is not None or makes_optimizer(self))
         self.create_scheduler(max_steps)
@@ -121,7 +125,7 @@ class StepsByJob(Host):
             if not (Path(resume_from_checkpoint) / FOLDER).exists():
                 raise PlanError(
                     f"resume_from_checkpoint={resume_from_checkpoint!r} has no {FOLDER!r}: it was saved by another "
-                    "trainer; load its model and begin anew"
+                    "trainer, or with save_only_model; load its model and begin anew"
                 )
             state = torch.load(Path(resume_from_checkpoint) / "scheduler.pt", weights_only=True)
             self.lr_scheduler.load_state_dict(state)

@@ -23,6 +23,13 @@ OF_DPO = {
     "use_weighting": "leave it out",
     "ld_alpha": "leave it out",
 }
+OF_KTO = {**OF_BOTH, "sync_ref_model": OF_DPO["sync_ref_model"]}
+OF_CPO = {"generate_during_eval": "leave it out: a job holds the weights while it trains"}
+OF_GKD = {
+    **OF_BOTH,
+    "lmbda": "0.0: a student that answers while it trains would need its weights, which a Job holds on its devices",
+    "seq_kd": "False, and answers of the teacher in the data: teacher.generate before training",
+}
 OVER_BATCH = {  # losses of pairs that a step of micro-batches cannot make: why
     "aot": "it sorts all pairs of a batch",
     "aot_unpaired": "it sorts all pairs of a batch",
@@ -55,14 +62,24 @@ def refuse_sft(args: Any) -> None:
         raise PlanError(f"SFTConfig(loss_type={kind!r}): a Job trains the loss of the model itself; use: 'nll'")
 
 
-def refuse_images(dataset: Any) -> None:
-    """Raise `PlanError` for pairs with images, of which TRL's collator has a form of its own."""
+def refuse_routers(trainer: Any) -> None:
+    """Raise `PlanError` for a loss of routers beside that of rows."""
+    if trainer.aux_loss_enabled:
+        coefficient = getattr(trainer, "router_aux_loss_coef", getattr(trainer, "aux_loss_coef", None))
+        raise PlanError(
+            f"{type(trainer.args).__name__}(router_aux_loss_coef={coefficient!r}), by the config or the model's own: "
+            "the loss of rows leaves the routers out; use: 0.0"
+        )
+
+
+def refuse_images(dataset: Any, name: str) -> None:
+    """Raise `PlanError` for rows with images, of which TRL's collators have a form of their own."""
     row: Any = next(iter(dataset), {}) if dataset is not None else {}
-    for name in ("image", "images"):
-        if name in row:
+    for column in ("image", "images"):
+        if column in row:
             raise PlanError(
-                f"train_dataset has {name!r}: PenstockDPOTrainer takes pairs of text; leave the column out, or train "
-                "on the chosen answers with PenstockSFTTrainer"
+                f"train_dataset has {column!r}: {name} takes text; leave the column out, or train on the wanted "
+                "answers with PenstockSFTTrainer"
             )
 
 

@@ -78,9 +78,28 @@ PAIR_LOSSES: dict[str, Callable[[PairScores], Tensor]] = {
 }
 
 
-class PreferenceLoss(nn.Module):
-    """The loss of pairs by a model and its reference: a frozen model, the model with other adapters or with none, or
-    numbers in the batch."""
+class WithReference(nn.Module):
+    """A model and its reference: a frozen model, the model with other adapters or with none, or None where the batch
+    has the reference's numbers."""
+
+    def __init__(self, model: nn.Module, reference: nn.Module | str | None):
+        super().__init__()
+        self.model: Any = model
+        self.frozen = reference if isinstance(reference, nn.Module) else None
+        self.adapter = reference if isinstance(reference, str) else None
+
+    def reference_log_probs(self, rows: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), self._disable_adapter():
+            return label_log_probs(self.model if self.frozen is None else self.frozen, **rows)
+
+    def _disable_adapter(self) -> AbstractContextManager[Any]:
+        if self.frozen is not None:
+            return nullcontext()
+        return self.model.disable_adapter() if self.adapter == BASE else use_adapter(self.model, self.adapter)
+
+
+class PreferenceLoss(WithReference):
+    """The loss of pairs by a model and its reference."""
 
     def __init__(
         self,
@@ -91,10 +110,7 @@ class PreferenceLoss(nn.Module):
         smoothing: float,
         tau: float,
     ):
-        super().__init__()
-        self.model: Any = model
-        self.frozen = reference if isinstance(reference, nn.Module) else None
-        self.adapter = reference if isinstance(reference, str) else None
+        super().__init__(model, reference)
         self.kinds, self.beta, self.smoothing, self.tau = tuple(kinds), beta, smoothing, tau
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
@@ -121,10 +137,4 @@ class PreferenceLoss(nn.Module):
     def _reference(self, rows: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         if REFERENCE[0] in batch:
             return torch.cat([batch[name] for name in REFERENCE])
-        with torch.no_grad(), self._disable_adapter():
-            return label_log_probs(self.model if self.frozen is None else self.frozen, **rows)
-
-    def _disable_adapter(self) -> AbstractContextManager[Any]:
-        if self.frozen is not None:
-            return nullcontext()
-        return self.model.disable_adapter() if self.adapter == BASE else use_adapter(self.model, self.adapter)
+        return self.reference_log_probs(rows)

@@ -1,15 +1,27 @@
-"""Options that a Job cannot honour are refused by name, before a step is made."""
+"""Features of a Trainer: options that a Job cannot honour are refused by name, before a step is made."""
 
 from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from transformers import default_data_collator
+from transformers import Trainer, default_data_collator
 
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.transformers import PenstockTrainer
-from penstock.integrations.transformers.features import INSTEAD, refuse_trainer, require_known_optimizer
+from penstock.integrations.transformers.features import (
+    FEATURES,
+    INSTEAD,
+    LEFT_ASIDE,
+    refuse_trainer,
+    require_known_optimizer,
+    require_one_process,
+    short_rows,
+)
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
     VOCABULARY,
@@ -25,35 +37,40 @@ from penstock.tests.integrations.transformers.runs import (
     tell_of,
 )
 
-VALUES = {
-    "torch_empty_cache_steps": 2,
-    "label_smoothing_factor": 0.1,
-    "neftune_noise_alpha": 5.0,
-    "lr_scheduler_type": "reduce_lr_on_plateau",
-    "train_sampling_strategy": "group_by_length",
-}
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "integrations.md"
 NEED_MORE = ("fsdp", "deepspeed", "parallelism_config", "optim_target_modules")  # objects, or a start of their own
 
 
-@pytest.mark.parametrize("name", [*(name for name in INSTEAD if name not in NEED_MORE), *list(VALUES)[-2:]])
+def test_the_page_shows_every_feature():
+    text = DOCS.read_text("utf-8")
+    assert len(FEATURES) >= 40
+    for each in FEATURES:
+        names = ", ".join(f"`{name}`" if "_" in name or (name.islower() and " " not in name) else name
+                          for name in each.name.split(", "))  # fmt: skip
+        assert f"| {names} | {each.treatment} | {each.text} |" in text, each.name
+
+
+@pytest.mark.parametrize("name", [*(name for name in INSTEAD if name not in NEED_MORE), "train_sampling_strategy"])
 def test_refuses_by_name(name, tmp_path):
     model, rows = causal()
     given = arguments(tmp_path, eval_strategy="steps")
-    setattr(given, name, VALUES.get(name, True))
+    setattr(given, name, "batch_rebalance" if name == "train_sampling_strategy" else True)
     with pytest.raises(PlanError, match=name):
         PenstockTrainer(model=model, args=given, train_dataset=rows, eval_dataset=rows)
 
 
-def test_refuses_a_loss_of_ones_own(tmp_path):
+def test_options_that_change_no_number_are_left_aside_with_a_line(tmp_path, caplog):
+    values = {**dict.fromkeys(LEFT_ASIDE, True), "torch_empty_cache_steps": 2}
+    given = arguments(tmp_path, torch_compile_mode="default")
+    for name, value in values.items():
+        setattr(given, name, value)
     model, rows = causal()
-    with pytest.raises(PlanError, match="compute_loss_func"):
-        make_case(PenstockTrainer, model, rows, tmp_path, {"compute_loss_func": lambda *a, **k: 0})
-
-
-def test_refuses_an_optimizer_of_ones_own(tmp_path):
-    model, rows = causal()
-    with pytest.raises(PlanError, match="optimizers"):
-        make_case(PenstockTrainer, model, rows, tmp_path, {"optimizers": (torch.optim.SGD(model.parameters()), None)})
+    trainer = PenstockTrainer(model=model, args=given, train_dataset=rows)
+    told = " ".join(caplog.messages)
+    for name, value in values.items():
+        assert f"TrainingArguments({name}={value!r}) is left aside: {LEFT_ASIDE[name]}" in told
+        assert not getattr(trainer.args, name) and getattr(given, name) == value
+    assert trainer.args.torch_compile_mode is None
 
 
 def test_refuses_an_optimizer_that_wants_more_than_gradients():
@@ -61,13 +78,6 @@ def test_refuses_an_optimizer_that_wants_more_than_gradients():
 
     with pytest.raises(PlanError, match=r"'galore_adamw_layerwise'.*adafactor"):
         require_known_optimizer(LayerWiseDummyOptimizer, "galore_adamw_layerwise")
-
-
-@pytest.mark.parametrize("name", ["create_optimizer", "create_scheduler"])
-def test_refuses_an_override(name, tmp_path):
-    kind = type("Mine", (PenstockTrainer,), {name: lambda self, *given: None})
-    with pytest.raises(PlanError, match=f"{name}.*optimizer_cls_and_kwargs"):
-        make_case(kind, *causal(), tmp_path)
 
 
 def test_refuses_a_maker_of_models(tmp_path):
@@ -89,14 +99,6 @@ def test_refuses_a_precision_of_accelerate_launch(tmp_path, monkeypatch):
         make_case(PenstockTrainer, *causal(), tmp_path)
 
 
-def test_refuses_a_short_batch_that_cannot_be_filled(tmp_path):
-    model, rows = classifier()
-    rows = [{**each, "labels": torch.rand(3)} for each in rows]
-    model.config.problem_type = "multi_label_classification"
-    with pytest.raises(PlanError, match=r"labels are no classes.*give it 28"):
-        make_case(PenstockTrainer, model, rows[:30], tmp_path, max_steps=9).train()
-
-
 class CountsAllRows(nn.Module):
     """A model with 2 classes whose loss takes any number as a class."""
 
@@ -114,12 +116,6 @@ def counted_rows():
     return CountsAllRows(), [{"input_ids": row(i)["input_ids"], "labels": torch.tensor(i % 2)} for i in range(32)]
 
 
-def test_refuses_to_fill_up_for_a_loss_that_counts_all_rows(tmp_path):
-    model, rows = counted_rows()
-    with pytest.raises(PlanError, match="a mean over rows, whatever their labels; give it 28"):
-        make_case(PenstockTrainer, model, rows[:30], tmp_path, max_steps=9).train()
-
-
 def test_a_loss_that_counts_all_rows_is_evaluated_as_by_trainer(tmp_path):
     """7 rows, fewer than two steps have."""
     changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "eval_strategy": "steps"}
@@ -128,16 +124,72 @@ def test_a_loss_that_counts_all_rows_is_evaluated_as_by_trainer(tmp_path):
     torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_refuses_to_fill_up_a_stream_of_numbers(tmp_path):
+def test_a_short_batch_that_ranks_would_share_is_refused():
+    args = SimpleNamespace(world_size=2, train_batch_size=2, dataloader_drop_last=False)
+    assert short_rows(args, range(30), 8, 9) == 6
+    assert short_rows(args, range(30), 8, 3) is None
+    with pytest.raises(PlanError, match="as its labels are no classes; use: dataloader_drop_last=True"):
+        require_one_process(args, "its labels are no classes")
+
+
+@pytest.mark.slow
+def test_a_stream_that_ends_with_a_short_batch_of_numbers(tmp_path):
+    """30 rows, of which nobody knows the number: the eighth batch has two."""
     from datasets import Dataset
 
     model, rows = classifier()
     model.config.problem_type = "multi_label_classification"
     rows = [{"input_ids": each["input_ids"].tolist(), "labels": [0.0, 1.0, 0.0]} for each in rows[:30]]
     given = {"train_dataset": Dataset.from_list(rows).to_iterable_dataset(), "data_collator": default_data_collator}
-    whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    with pytest.raises(BatchError, match=r"lacks 2 of the 4 rows.*labels are no classes"):
-        make_case(PenstockTrainer, model, rows, tmp_path, given, max_steps=9, **whole).train()
+    whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 9}
+    found = []
+    for kind in (PenstockTrainer, Trainer):
+        found.append(make_case(kind, copy.deepcopy(model), rows, tmp_path / kind.__name__, given, **whole))
+        found[-1].train()
+    require_equal(*found)
+
+
+def test_weights_alone_are_saved_and_nothing_resumes_from_them(tmp_path):
+    ours = make_case(PenstockTrainer, *causal(), tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
+    ours.train()
+    saved = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert "model.safetensors" in saved and not saved & {"penstock", "scheduler.pt"}
+    with pytest.raises(PlanError, match="save_only_model"):
+        make_case(PenstockTrainer, *causal(), tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_pushes_as_a_trainer_does(tmp_path, monkeypatch):
+    """The uploads of the library, on a hub that is not there."""
+    uploads = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, **options):
+            uploads.append((options["repo_id"], sorted(path.name for path in Path(options["folder_path"]).iterdir())))
+            return SimpleNamespace(done=lambda: True, result=lambda: None)
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Api)
+    saving = {"save_strategy": "steps", "save_steps": 4, "push_to_hub": True, "hub_model_id": "tiny"}
+    ours = make_case(PenstockTrainer, *causal(), tmp_path, **saving)
+    ours.train()
+    assert uploads[0][0] == "me/tiny" and "model.safetensors" in uploads[0][1]
+
+
+@pytest.mark.slow
+def test_noise_in_embeddings_is_drawn_anew_by_keys(tmp_path):
+    """Not the draws of torch's generator: the same in every run, none without training, and the loss goes down."""
+    runs = []
+    for index in range(2):
+        changes = {"neftune_noise_alpha": 5.0, "max_steps": 12, "learning_rate": 1e-2}
+        runs.append(make_case(PenstockTrainer, *causal(), tmp_path / str(index), **changes))
+        runs[-1].train()
+    first, again = (tell_of(run, "loss") for run in runs)
+    plain = make_case(PenstockTrainer, *causal(), tmp_path / "plain", max_steps=12, learning_rate=1e-2)
+    plain.train()
+    assert torch.equal(first, again) and not torch.equal(first, tell_of(plain, "loss"))
+    assert first[-3:].mean() < first[:3].mean()
 
 
 def test_refuses_rows_longer_than_it_was_told(tmp_path):

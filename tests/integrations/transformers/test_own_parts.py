@@ -134,7 +134,8 @@ class Norms(nn.Module):
 
 def normed():
     draw = torch.Generator().manual_seed(0)
-    return Norms(), [{"x": torch.randn(6, generator=draw), "labels": torch.randn((), generator=draw)} for _ in range(30)]
+    rows = torch.randn(30, 7, generator=draw)
+    return Norms(), [{"x": row[:6], "labels": row[6]} for row in rows]
 
 
 @pytest.mark.parametrize("make", [many_labels, normed])

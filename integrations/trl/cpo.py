@@ -1,0 +1,154 @@
+"""`PenstockCPOTrainer`, `PenstockORPOTrainer`: TRL's trainers on pairs without a reference, on the hardware that you
+name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from ...compiler.preference import IGNORED
+from ...ir.errors import PlanError
+from ..transformers.loss import TracedLoss
+from .arguments import OF_CPO, default_folder, refuse_options, refuse_routers, with_plan_defaults
+from .pair_loss import PARTS
+from .pairs import longest_column
+from .row_steps import Rows, RowSteps, pad_to, refuse_metrics, reward_metrics
+
+SIDES = ("chosen", "rejected")
+
+
+class _WithoutReference(RowSteps):
+    """What both have in common: pairs of TRL's older collator, which has chosen and rejected answers side by side."""
+
+    counts_tokens = False
+    config: Any
+    _stored_metrics: Any
+    beta: float
+
+    def __init__(self, model: Any, args: Any = None, **kwargs: Any):
+        kind = type(self).config
+        if args is None:
+            args = kind(default_folder(model, kind.__name__.removesuffix("Config")))
+        refuse_options(args, OF_CPO)
+        refuse_metrics(kwargs)
+        super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
+        refuse_routers(self)
+        if self.is_encoder_decoder:
+            raise PlanError(f"{type(self).__name__}: an encoder and decoder; use a model that goes on with its input")
+        names = [f"{side}_input_ids" for side in SIDES]
+        self.max_length = kwargs.get("max_length")  # TRL's is that of its data, which are made
+        self._row_length = self.max_length or longest_column(self._datasets(), names, None)
+
+    def _rows_of(self, inputs: Mapping[str, Any]) -> Rows:
+        fills = dict(zip(PARTS, (self.processing_class.pad_token_id, 0, IGNORED), strict=True))
+        return {
+            f"{side}_{name}": pad_to(inputs[f"{side}_{name}"], self._row_length, fill)
+            for side in SIDES
+            for name, fill in fills.items()
+        }
+
+    def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+        log_probs = [outputs[f"{side}_log_probs"] for side in SIDES]
+        found: dict[str, float] = reward_metrics(*(self.beta * value for value in log_probs), *log_probs)
+        return found
+
+    def _log_metrics(self, mode: str, found: Mapping[str, float]) -> None:
+        prefix = "eval_" if mode == "eval" else ""
+        for name, value in found.items():
+            self._stored_metrics[mode][f"{prefix}{name}"].append(value)
+
+    def _loss_of(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        found = outputs["losses"].mean()
+        if "nll_sums" in outputs:
+            found = found + self._loss().nll * outputs["nll_sums"].sum() / outputs["nll_counts"].sum()
+        return found
+
+    def _loss(self) -> PairsAlone:
+        raise NotImplementedError
+
+    def _module(self) -> nn.Module:
+        return TracedLoss(self.model, self._loss())
+
+
+@dataclass(frozen=True)
+class PairsAlone:
+    """The loss of pairs by `losses` of their log probabilities, and `nll` times the cross entropy of chosen answers,
+    over `whole` rows or answers alone. `is_mean`: log probabilities are means over tokens."""
+
+    losses: Callable[[Tensor, Tensor], Tensor]
+    nll: float
+    whole: bool
+    is_mean: bool
+
+    def __call__(self, model: Any, batch: Rows) -> Rows:
+        rows = {part: torch.cat([batch[f"{side}_{part}"] for side in SIDES]) for part in PARTS}
+        tokens, attended, labels = (rows[part] for part in PARTS)
+        logits = model(input_ids=tokens, attention_mask=attended).logits[:, :-1].float()
+        log_probs = -_sums(logits, labels)
+        if self.is_mean:
+            log_probs = log_probs / labels[:, 1:].ne(IGNORED).sum(-1)
+        chosen, rejected = log_probs.chunk(2)
+        losses = self.losses(chosen, rejected)
+        found = {"losses": losses, "chosen_log_probs": chosen, "rejected_log_probs": rejected}
+        loss = losses.mean()
+        if self.nll:
+            targets = tokens.masked_fill(attended == 0, IGNORED) if self.whole else labels
+            (first, _), (wanted, _) = logits.chunk(2), targets.chunk(2)
+            found["nll_sums"], found["nll_counts"] = _sums(first, wanted), wanted[:, 1:].ne(IGNORED).sum(-1)
+            loss = loss + self.nll * found["nll_sums"].sum() / found["nll_counts"].sum()
+        return {"loss": loss, **{name: value.detach() for name, value in found.items()}}
+
+
+def _sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """Per row the cross entropy of its labels, each after the tokens before it."""
+    following = labels[:, 1:]
+    flat = F.cross_entropy(logits.flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none")
+    return flat.view(following.shape).sum(-1)
+
+
+class PenstockCPOTrainer(_WithoutReference, CPOTrainer):
+    """As `CPOTrainer`; see `StepsByJob` for what it takes beside."""
+
+    own_loss = CPOTrainer.compute_loss
+    config = CPOConfig
+
+    def _loss(self) -> PairsAlone:
+        return PairsAlone(partial(_cpo, self), self.cpo_alpha, False, self.loss_type in ("ipo", "simpo"))
+
+
+def _cpo(trainer: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Contrastive preference optimisation (Xu et al. 2024), with SimPO's margin and AlphaPO's rewards."""
+    if trainer.alpha:
+        chosen, rejected = ((1 - (-trainer.alpha * value).exp()) / trainer.alpha for value in (chosen, rejected))
+    distance = chosen - rejected
+    if trainer.loss_type == "hinge":
+        return (1 - trainer.beta * distance).relu()
+    if trainer.loss_type == "ipo":
+        return (distance - 0.5 / trainer.beta).square()
+    margin = trainer.beta * distance - (trainer.simpo_gamma if trainer.loss_type == "simpo" else 0.0)
+    wrong = trainer.label_smoothing
+    return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+
+
+class PenstockORPOTrainer(_WithoutReference, ORPOTrainer):
+    """As `ORPOTrainer`; see `StepsByJob` for what it takes beside."""
+
+    own_loss = ORPOTrainer.compute_loss
+    config = ORPOConfig
+
+    def _loss(self) -> PairsAlone:
+        return PairsAlone(partial(_orpo, self.beta), 1.0, True, True)
+
+
+def _orpo(beta: float, chosen: Tensor, rejected: Tensor) -> Tensor:
+    """The odds of the chosen answer over those of the rejected one (Hong et al. 2024, equations 4 and 7)."""
+    odds = [value - torch.log(-torch.expm1(value)) for value in (chosen, rejected)]
+    return -beta * F.logsigmoid(odds[0] - odds[1])

@@ -1,0 +1,109 @@
+"""`PenstockKTOTrainer`: TRL's KTOTrainer on the hardware that you name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl import KTOConfig, KTOTrainer
+
+from ...compiler.preference import IGNORED, label_log_probs
+from .arguments import OF_KTO, default_folder, refuse_images, refuse_options, refuse_routers, with_plan_defaults
+from .pair_loss import BASE, COPY, WithReference
+from .pairs import longest_column
+from .row_steps import Rows, RowSteps, counted_labels, pad_to, refuse_metrics, row_length
+
+NAMES = ("input_ids", "attention_mask", "labels")
+KNOWN = {"": "ref_logps", "kl_": "ref_kl_logps"}  # the reference's log probabilities, where they were computed before
+
+
+class KTOLoss(WithReference):
+    """The loss of answers that are wanted or not, by a model and its reference. `kl` is made over all rows."""
+
+    def __init__(self, model: nn.Module, reference: nn.Module | str | None, args: Any):
+        super().__init__(model, reference)
+        self.beta, self.kind = args.beta, args.loss_type
+        self.wanted, self.unwanted = args.desirable_weight, args.undesirable_weight
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        policy, ratio = self._ratio(batch, "")
+        kl = self._kl(batch) if self.kind == "kto" else torch.zeros(())
+        sign = torch.where(batch["label"], 1.0, -1.0)
+        losses = 1 - (self.beta * sign * (ratio - kl)).sigmoid()
+        losses = losses * torch.where(batch["label"], self.wanted, self.unwanted)
+        return {
+            "loss": losses.mean(),
+            "losses": losses.detach(),
+            "rewards": (self.beta * ratio).detach(),
+            "log_probs": policy.detach(),
+            "label": batch["label"],
+            "kl": kl.expand(len(losses)),
+        }
+
+    def _kl(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return self._ratio(batch, "kl_")[1].mean().clamp(min=0)
+
+    def _ratio(self, batch: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
+        """The model's log probabilities of answers, and their distance from the reference's."""
+        rows = {name: batch[f"{prefix}{name}"] for name in NAMES}
+        policy = label_log_probs(self.model, **rows)
+        known = batch.get(KNOWN[prefix])
+        return policy, policy - (self.reference_log_probs(rows) if known is None else known)
+
+
+class PenstockKTOTrainer(RowSteps, KTOTrainer):
+    """As `KTOTrainer`; see `StepsByJob` for what it takes beside. The estimate of the divergence is that of a step's
+    whole batch, so that the batch is one micro-batch."""
+
+    own_loss = KTOTrainer.compute_loss
+
+    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **kwargs: Any):
+        if args is None:
+            args = KTOConfig(default_folder(model, "KTO"))
+        refuse_options(args, OF_KTO)
+        refuse_images(kwargs.get("train_dataset"), type(self).__name__)
+        refuse_metrics(kwargs)
+        super().__init__(model=model, ref_model=ref_model, args=with_plan_defaults(args), **kwargs)
+        refuse_routers(self)
+        self._keep_reference_frozen()
+        if self.calculate_KL:
+            self.compile_options.setdefault("micro_batches", 1)
+        config: Any = self.args
+        names = ("completion_ids", "KL_completion_ids")
+        longest = self.max_length or longest_column(self._datasets(), names, config.max_length, "prompt_ids")
+        self._row_length = row_length(longest, config.pad_to_multiple_of)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_device():
+            return super()._precompute_ref_logps(*args, **kwargs)
+
+    def _module(self) -> nn.Module:
+        model: Any = self.model
+        reference: Any = self.ref_model
+        if reference is None and not self.precompute_ref_logps:
+            reference = COPY if COPY in model.peft_config else BASE
+        return KTOLoss(model, reference, self.args)
+
+    def _rows_of(self, inputs: Mapping[str, Any]) -> Rows:
+        inputs = {name.replace("KL_", "kl_"): value for name, value in inputs.items()}
+        found = {name: inputs[name] for name in ("label", *KNOWN.values()) if name in inputs}
+        for prefix in KNOWN if "kl_input_ids" in inputs else ("",):
+            tokens, attended = inputs[f"{prefix}input_ids"], inputs[f"{prefix}attention_mask"]
+            labels = counted_labels(tokens, inputs[f"{prefix}completion_mask"])
+            fills = (self._tokenizer.pad_token_id, 0, IGNORED)
+            for name, value, fill in zip(NAMES, (tokens, attended, labels), fills, strict=True):
+                found[f"{prefix}{name}"] = pad_to(value, self._row_length, fill)
+        return found
+
+    def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+        found, is_wanted = {"kl": outputs["kl"][0].item()}, outputs["label"]
+        for word, rows in (("chosen", is_wanted), ("rejected", ~is_wanted)):
+            if rows.any():
+                found[f"rewards/{word}"] = outputs["rewards"][rows].mean().item()
+                found[f"logps/{word}"] = outputs["log_probs"][rows].mean().item()
+        if {"rewards/chosen", "rewards/rejected"} <= found.keys():
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found

@@ -1,0 +1,68 @@
+"""`PenstockRewardTrainer`: TRL's RewardTrainer on the hardware that you name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trl import RewardConfig, RewardTrainer
+
+from ..transformers.loss import TracedLoss
+from .arguments import OF_BOTH, default_folder, refuse_options, with_plan_defaults
+from .pairs import longest_column
+from .row_steps import Rows, RowSteps, pad_to, refuse_metrics, row_length
+
+NAMES = ("input_ids", "attention_mask")
+
+
+class PenstockRewardTrainer(RowSteps, RewardTrainer):
+    """As `RewardTrainer`; see `StepsByJob` for what it takes beside."""
+
+    own_loss = RewardTrainer.compute_loss
+
+    def __init__(self, model: Any, args: Any = None, **kwargs: Any):
+        if args is None:
+            args = RewardConfig(default_folder(model, "Reward"))
+        refuse_options(args, OF_BOTH)
+        refuse_metrics(kwargs)
+        super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
+        config: Any = self.args
+        longest = self.max_length or longest_column(self._datasets(), ("chosen_ids", "rejected_ids"), config.max_length)
+        self._row_length = row_length(longest, config.pad_to_multiple_of)
+
+    def _module(self) -> nn.Module:
+        config: Any = self.args
+        return TracedLoss(self.model, partial(_reward_loss, center=config.center_rewards_coefficient or 0.0))
+
+    def _rows_of(self, inputs: Mapping[str, Any]) -> Rows:
+        fills = (self.processing_class.pad_token_id, 0)
+        found = {}
+        for name, fill in zip(NAMES, fills, strict=True):
+            chosen, rejected = pad_to(inputs[name], self._row_length, fill).chunk(2)
+            found |= {f"chosen_{name}": chosen, f"rejected_{name}": rejected}
+        return found | ({"margin": inputs["margin"]} if "margin" in inputs else {})
+
+    def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+        chosen, rejected = outputs["chosen_rewards"], outputs["rejected_rewards"]
+        both = torch.cat([chosen, rejected])
+        return {
+            "min_reward": both.min().item(),
+            "mean_reward": both.mean().item(),
+            "max_reward": both.max().item(),
+            "accuracy": (chosen > rejected).float().mean().item(),
+            "margin": (chosen - rejected).mean().item(),
+        }
+
+
+def _reward_loss(model: Any, batch: Rows, center: float) -> Rows:
+    """Bradley and Terry's: the chosen answer of a pair has the higher reward, by its margin where it has one."""
+    rows = {name: torch.cat([batch[f"chosen_{name}"], batch[f"rejected_{name}"]]) for name in NAMES}
+    chosen, rejected = model(**rows).logits.squeeze(-1).chunk(2)
+    losses = -F.logsigmoid(chosen - rejected - batch.get("margin", torch.zeros(())))
+    losses = losses + center * (chosen + rejected).square()
+    found = {"losses": losses, "chosen_rewards": chosen, "rejected_rewards": rejected}
+    return {"loss": losses.mean(), **{name: value.detach() for name, value in found.items()}}
