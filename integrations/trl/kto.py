@@ -20,7 +20,8 @@ KNOWN = {"": "ref_logps", "kl_": "ref_kl_logps"}  # the reference's log probabil
 
 
 class KTOLoss(WithReference):
-    """The loss of answers that are wanted or not, by a model and its reference. `kl` is made over all rows."""
+    """The loss of answers that are wanted or not, by a model and its reference. The divergence is
+    made over all rows."""
 
     def __init__(self, model: nn.Module, reference: nn.Module | str | None, args: Any):
         super().__init__(model, reference)
@@ -28,23 +29,17 @@ class KTOLoss(WithReference):
         self.wanted, self.unwanted = args.desirable_weight, args.undesirable_weight
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        policy, ratio = self._ratio(batch, "")
-        kl = self._kl(batch) if self.kind == "kto" else torch.zeros(())
-        sign = torch.where(batch["label"], 1.0, -1.0)
-        losses = 1 - (self.beta * sign * (ratio - kl)).sigmoid()
-        losses = losses * torch.where(batch["label"], self.wanted, self.unwanted)
-        return {
-            "loss": losses.mean(),
-            "losses": losses.detach(),
-            "rewards": (self.beta * ratio).detach(),
-            "log_probs": policy.detach(),
-            "label": batch["label"],
-            "kl": kl.expand(len(losses)),
-        }
+        policy, ratios = self._ratio(batch, "")
+        found = {"log_probs": policy.detach(), "ratios": ratios.detach(), "label": batch["label"]}
+        if self.kind == "kto":
+            with torch.no_grad():
+                found["kl_ratios"] = self._ratio(batch, "kl_")[1]
+        return {"loss": self.loss(ratios, found), **found}
 
-    def _kl(self, batch: Mapping[str, Tensor]) -> Tensor:
-        with torch.no_grad():
-            return self._ratio(batch, "kl_")[1].mean().clamp(min=0)
+    def loss(self, ratios: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        is_wanted = rows["label"]
+        losses = 1 - (self.beta * torch.where(is_wanted, 1.0, -1.0) * (ratios - divergence(rows))).sigmoid()
+        return (losses * torch.where(is_wanted, self.wanted, self.unwanted)).mean()
 
     def _ratio(self, batch: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
         """The model's log probabilities of answers, and their distance from the reference's."""
@@ -52,6 +47,11 @@ class KTOLoss(WithReference):
         policy = label_log_probs(self.model, **rows)
         known = batch.get(KNOWN[prefix])
         return policy, policy - (self.reference_log_probs(rows) if known is None else known)
+
+
+def divergence(rows: Mapping[str, Tensor]) -> Tensor:
+    """The estimate of the divergence from the reference, of all rows together; 0 for a loss without one."""
+    return rows["kl_ratios"].mean().clamp(min=0) if "kl_ratios" in rows else torch.zeros(())
 
 
 class PenstockKTOTrainer(RowSteps, KTOTrainer):
@@ -99,11 +99,15 @@ class PenstockKTOTrainer(RowSteps, KTOTrainer):
         return found
 
     def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
-        found, is_wanted = {"kl": outputs["kl"][0].item()}, outputs["label"]
+        found, is_wanted = {"kl": divergence(outputs).item()}, outputs["label"]
+        rewards = self.beta * outputs["ratios"]
         for word, rows in (("chosen", is_wanted), ("rejected", ~is_wanted)):
             if rows.any():
-                found[f"rewards/{word}"] = outputs["rewards"][rows].mean().item()
+                found[f"rewards/{word}"] = rewards[rows].mean().item()
                 found[f"logps/{word}"] = outputs["log_probs"][rows].mean().item()
         if {"rewards/chosen", "rewards/rejected"} <= found.keys():
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         return found
+
+    def _loss_of(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        return KTOLoss(nn.Module(), None, self.args).loss(outputs["ratios"], outputs)
