@@ -52,7 +52,7 @@ ORDER = {
         "preference", "arguments", "request", "graphs", "check", "load", "api",
     ),
     "training": ("listener", "plain", "records", "watch", "broadcast", "logs", "live"),
-    "integrations": ("transformers", "trl"),
+    "integrations": ("said", "transformers", "trl", "accelerate", "launch"),
 }  # fmt: skip
 MOST_FILES = 18  # in one folder
 # The package's own file may say what it exports and import it at first use; everything else comes from the rooms.

@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.export import Dim
+from torch import Tensor
 from torch.nn import functional
 
 from ...compiler.batches.shape import number_of_rows
-from ...compiler.job.job import Job
 from ...compiler.packing.documents import IGNORED
 from ...ir.errors import BatchError
-from ...runtime.torch_names import BatchNorm
 
 TOKENS = "input_ids"
 AS_LONG_AS = {"decoder_input_ids": "labels", "decoder_attention_mask": "labels"}  # where the collator makes them
@@ -157,32 +154,3 @@ def take_rows(batch: Mapping[str, Tensor], first: int, end: int) -> dict[str, Te
                 "a row: allowed is the same number for each row, such as images of one size"
             )
     return {name: value[first * len(value) // rows : end * len(value) // rows] for name, value in batch.items()}
-
-
-def any_rows(batch: Mapping[str, Tensor], most: int, others: Any) -> Any:
-    """`dynamic_shapes` for a batch of up to `most` rows. `others`: those of the user, of other dimensions."""
-    rows = Dim("rows", max=most)
-    if isinstance(others, Dim):
-        return (rows, others)
-    if isinstance(others, tuple):
-        return others
-    return {name: {0: rows, **((others or {}).get(name) or {})} for name in batch}
-
-
-def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module, job: Job | None = None) -> str:
-    """The reason for which a short batch cannot be filled with rows that do not count; "" if none is known."""
-    labels = batch.get("labels")
-    if labels is None:
-        return "its batches have no 'labels'"
-    if labels.is_floating_point():
-        return "its labels are no classes, of which a loss could leave some out"
-    if any(isinstance(module, BatchNorm) for module in model.modules()):
-        return "the model's BatchNorm mixes rows"
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        return "the model adds a loss of its routers over all rows"
-    settings = None if job is None else job.folder.settings
-    if settings is not None and not all(term.kind == "counted" for term in settings.loss):
-        return "its loss is a mean over rows, whatever their labels"
-    if settings is not None and not set(settings.counts.inputs) <= {"labels"}:
-        return f"its loss counts {', '.join(settings.counts.inputs)}, of rows without labels as well"
-    return ""

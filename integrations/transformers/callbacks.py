@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from ...compiler.job.job import Job
 from ...ir.errors import PlanError
 
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
@@ -111,6 +112,15 @@ class SetOptions:
     def _set_rates(self, optimizer: torch.optim.Optimizer | None) -> None:
         for index, twin in enumerate(self._twin.param_groups):
             twin["lr"] = None if optimizer is None else optimizer.param_groups[index]["lr"]
+
+
+def set_options(job: Job, numbers: Sequence[int], found: Sequence[tuple[int, str, Any]]) -> None:
+    """Set on the devices what `SetOptions.take` found. `numbers`: of the optimizer's groups, for each of the job's."""
+    groups = job.param_groups if found else []
+    for index, key, value in found:
+        for own, number in enumerate(numbers):
+            if number == index and key in groups[own]:
+                groups[own][key] = value
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

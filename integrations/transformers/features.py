@@ -169,24 +169,3 @@ def require_known_optimizer(kind: Any, name: str) -> None:
             f"TrainingArguments(optim={name!r}) is {kind.__module__}.{kind.__name__}; use: 'adamw_torch', or an "
             "optimizer of torch, torchao or bitsandbytes, or 'adafactor'"
         )
-
-
-def short_rows(args: Any, dataset: Any, whole: int, steps: int) -> int | None:
-    """The number of rows of an epoch's last batch where it has fewer than the others and the run comes to it; 0 where
-    nobody knows, as of a stream; None where all batches have `whole` rows."""
-    rows = getattr(dataset, "__len__", None)
-    if rows is None:
-        return None if args.dataloader_drop_last and whole == args.train_batch_size else 0
-    used = rows() // args.world_size // args.train_batch_size * args.train_batch_size * args.world_size
-    used = used if args.dataloader_drop_last else rows()
-    return used % whole if used % whole and steps > used // whole else None
-
-
-def require_one_process(args: Any, reason: str) -> None:
-    """Raise `PlanError` for a short last batch that ranks of torchrun would have to share."""
-    if args.world_size > 1:
-        raise PlanError(
-            "the last batch of an epoch has fewer rows than the others, and ranks cannot fill it up, as "
-            f"{reason}; use: dataloader_drop_last=True, or rows that make whole batches (per_device_train_batch_size x "
-            "gradient_accumulation_steps x ranks)"
-        )

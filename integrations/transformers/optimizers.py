@@ -17,37 +17,46 @@ FOLLOW_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")  # schedules of `lr_sche
 
 
 class OptimizerOf:
-    """The optimizer of a trainer, after it has created it. `is_given`: by `optimizers=` or `create_optimizer` of a
-    subclass; its class and arguments are then read from the optimizer itself."""
+    """An optimizer of a model as `penstock.compile` takes it, of this class with these arguments. `numbers`: of the
+    optimizer's groups, for each of the job's; -1 for parameters in none."""
 
-    def __init__(self, trainer: Any, is_given: bool):
-        self.trainer = trainer
-        self.numbers: list[int] = []  # of the trainer's groups, for each of the job's
-        self.kind: Any
+    def __init__(self, model: nn.Module, optimizer: Any, kind: Any, options: dict[str, Any]):
+        self.model, self.optimizer, self.kind = model, optimizer, kind
+        self.numbers: list[int] = []
+        self.options = {name: value for name, value in options.items() if name not in KERNELS}
+        self._defaults = {name: p.default for name, p in inspect.signature(kind).parameters.items()}
+
+    @staticmethod
+    def read(model: nn.Module, optimizer: Any) -> OptimizerOf:
+        """With the class and the arguments that the optimizer itself shows."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # also one that accelerate has wrapped
+        known = inspect.signature(type(optimizer)).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in known}
+        return OptimizerOf(model, optimizer, type(optimizer), options)
+
+    @staticmethod
+    def of_trainer(trainer: Any, is_given: bool) -> OptimizerOf:
+        """Of a trainer that has created it. `is_given`: by `optimizers=` or by `create_optimizer` of a subclass."""
         if is_given:
-            made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # also one that accelerate has wrapped
-            self.kind, options = type(made), made.defaults
-        elif trainer.optimizer_cls_and_kwargs is not None:
-            self.kind, options = trainer.optimizer_cls_and_kwargs
-        else:
-            self.kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-            require_known_optimizer(self.kind, str(getattr(trainer.args.optim, "value", trainer.args.optim)))
-        self._defaults = {name: p.default for name, p in inspect.signature(self.kind).parameters.items()}
-        known = self._defaults if is_given else options
-        self.options = {name: value for name, value in options.items() if name in known and name not in KERNELS}
+            return OptimizerOf.read(trainer.model, trainer.optimizer)
+        if trainer.optimizer_cls_and_kwargs is not None:
+            return OptimizerOf(trainer.model, trainer.optimizer, *trainer.optimizer_cls_and_kwargs)
+        kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        require_known_optimizer(kind, str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+        return OptimizerOf(trainer.model, trainer.optimizer, kind, options)
 
     def maker(self, **changes: Any) -> Any:
         """The class with its arguments."""
         return partial(self.kind, **{**self.options, **changes})
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """Those of the trainer, with the options that differ from the class's arguments, and bitsandbytes' states of 32
-        bits for embeddings where others have 8. Trained parameters in no group are not updated, as in eager."""
-        trainer, eight = self.trainer, self.options.get("optim_bits") == 8
-        embeddings = {id(m.weight) for m in trainer.model.modules() if eight and isinstance(m, nn.Embedding)}
-        missing = {id(param): param for param in trainer.model.parameters() if param.requires_grad}
+        """Those of the optimizer, with the options that differ from the class's, and bitsandbytes' states of 32 bits
+        for embeddings where others have 8. Trained parameters in no group are not updated, as in eager."""
+        eight = self.options.get("optim_bits") == 8
+        embeddings = {id(m.weight) for m in self.model.modules() if eight and isinstance(m, nn.Embedding)}
+        missing = {id(param): param for param in self.model.parameters() if param.requires_grad}
         self.numbers = []
-        for number, group in enumerate(trainer.optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             own = {name: value for name, value in _options(group).items() if self._differs(name, value)}
             for whole, more in ((False, {}), (True, {"optimizer": self.maker(optim_bits=32)})):
                 params = [param for param in group["params"] if (id(param) in embeddings) == whole]
@@ -70,7 +79,6 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in group.items() if name not in ("params", "initial_lr", *KERNELS)}
     rate = group.get("initial_lr", group.get("lr"))
     return found if rate is None else {**found, "lr": float(rate)}
-
 
 
 def makes_optimizer(trainer: Any) -> bool:

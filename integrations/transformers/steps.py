@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +24,15 @@ from ...training.listener import Listener
 from ...training.live.server import PageServer
 from ...training.live.terminal import TerminalView, view_on
 from ...training.watch import StragglerWatch
-from .batches import TOKENS, BatchForm, any_rows, count_rows, form_of, join_batches, take_rows, why_not_fillable
-from .callbacks import SetOptions, SyncFirst, refuse_callbacks
+from ..said import tell_plan, tell_planning
+from .batches import TOKENS, BatchForm, count_rows, form_of, join_batches, take_rows
+from .callbacks import SetOptions, SyncFirst, refuse_callbacks, set_options
 from .evaluation import evaluate, shifts_labels
-from .features import PRECISIONS, overrides, refuse_trainer, require_one_process, settle_arguments, short_rows
+from .features import PRECISIONS, overrides, refuse_trainer, settle_arguments
 from .loss import TracedLoss, add_noise, loss_of_trainer, makes_loss
 from .optimizers import OptimizerOf, follows_own_rates, makes_optimizer
 from .schedule import make_schedule
+from .short_batches import compile_for_all_rows, short_rows, why_not_short
 
 if TYPE_CHECKING:
     Host = Any  # the Trainer that has the mixin
@@ -117,7 +118,7 @@ class StepsByJob(Host):
             embeddings = next(each for each in self.model.modules() if hasattr(each, "neftune_noise_alpha"))
             self.neftune_hook_handle = embeddings.register_forward_hook(add_noise)
         self.create_optimizer()
-        self._optimizer = OptimizerOf(self, self._given[0] is not None or makes_optimizer(self))
+        self._optimizer = OptimizerOf.of_trainer(self, self._given[0] is not None or makes_optimizer(self))
         self.create_scheduler(max_steps)
         self._total_steps, self._checkpoint, self._waiting = max_steps, resume_from_checkpoint, []
         self._synced_step = -1
@@ -178,11 +179,7 @@ class StepsByJob(Host):
 
     def _set_options(self, job: Job, found: Sequence[tuple[int, str, Any]]) -> None:
         """Set what callbacks, or schedules of the script, have set in the Trainer's optimizer on the devices."""
-        groups = job.param_groups if found else []
-        for index, key, value in found:
-            for own, number in enumerate(self._optimizer.numbers):
-                if number == index and key in groups[own]:
-                    groups[own][key] = value
+        set_options(job, self._optimizer.numbers, found)
 
     def _tell(self, offer: Offer) -> None:
         """Log what another plan would gain, leave it in the output directory, and say what takes it."""
@@ -229,31 +226,22 @@ class StepsByJob(Host):
         """The job, and who is told of its steps, until the run ends."""
         assert self._form is not None
         listeners = self._listeners()
-        job = self._run.enter_context(self._compile_for_all_rows(batch))
+        is_main, rows = self.is_world_process_zero(), self._form.rows
+        if is_main:
+            tell_planning(self.model, self.hardware, self._form.repeat(batch), rows)
+        short = short_rows(self.args, self.train_dataset, self._form.rows, self._total_steps)
+        job, self._form = compile_for_all_rows(
+            self._compile, batch, self._form, self.model, short, self.compile_options, self.args.world_size
+        )
+        self._run.enter_context(job)
+        if is_main:
+            tell_plan(job, self._form.repeat(batch), rows)
         if self._checkpoint is not None:
             job.resume(Path(self._checkpoint) / FOLDER)
         broadcast = self._run.enter_context(telling(Broadcast(job, listeners)))
         name = Path(self.args.output_dir).name
         broadcast.begin(facts_of(job, name, str(self.args.output_dir), self._total_steps, self._form.rows))
         return job, broadcast
-
-    def _compile_for_all_rows(self, batch: dict[str, Tensor]) -> Job:
-        """A job that also takes the short last batch of an epoch: filled up, or of fewer rows."""
-        assert self._form is not None
-        job = self._compile(self._form.repeat(batch))
-        short = short_rows(self.args, self.train_dataset, self._form.rows, self._total_steps)
-        reason = why_not_fillable(batch, self.model, job)
-        if short is None or not reason:
-            return job
-        require_one_process(self.args, reason)
-        job.close()
-        by_rows = all(term.kind == "mean" for term in job.folder.settings.loss)
-        fewer = {"dynamic_shapes": any_rows(batch, self._form.rows, self.compile_options.get("dynamic_shapes"))}
-        fewer |= {"loss_weight": count_rows} if by_rows and "loss_weight" not in self.compile_options else {}
-        if short and job.plan.micro_batches > short:
-            fewer["micro_batches"] = max(n for n in range(1, short + 1) if self._form.rows % n == 0)
-        self._form = replace(self._form, takes_fewer=True)
-        return self._compile(self._form.repeat(batch), **fewer)
 
     def _listeners(self) -> list[Listener]:
         """Those given, a page, and the view in the terminal, which takes the place of the Trainer's progress bar."""
@@ -347,7 +335,7 @@ class StepsByJob(Host):
         batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""
         if rest := count_rows(batch) % self._form.rows:
-            reason = reason or self._why_not_short(batch, rest)
+            reason = reason or why_not_short(batch, rest, self.model, self.job, self._form)
         if reason:
             return self._prediction_of_model(model, inputs, prediction_loss_only, ignore_keys, reason)
         loss, outputs = self._evaluate_batch(batch, not prediction_loss_only)
@@ -361,13 +349,6 @@ class StepsByJob(Host):
         logits = tuple(self._own_rows(value, own, batch, whole).to(self.args.device) for value in outputs.values())
         labels = tuple(own[name].to(self.args.device) for name in self.label_names if name in own)
         return loss, logits[0] if len(logits) == 1 else logits, _one_or_all(labels)
-
-    def _why_not_short(self, batch: dict[str, Tensor], rows: int) -> str:
-        assert self.job is not None and self._form is not None
-        if not self._form.takes_fewer:
-            return why_not_fillable(batch, self.model, self.job)
-        least = self.job.plan.micro_batches
-        return f"{rows} rows are fewer than its {least} micro-batches" if rows < least else ""
 
     def _own_rows(self, value: Tensor, own: Any, batch: Any, whole: Any) -> Tensor:
         """This process's part of an output of a batch, which may have several entries for each row."""

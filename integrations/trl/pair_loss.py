@@ -119,9 +119,7 @@ class PreferenceLoss(WithReference):
         reference = self._reference(rows, batch)
         chosen, rejected = (policy - reference).chunk(2)
         chosen_tokens, rejected_tokens = rows["labels"].ne(IGNORED).sum(1).chunk(2)
-        scores = PairScores(
-            chosen, rejected, chosen_tokens, rejected_tokens, self.beta, self.smoothing, self.tau
-        )
+        scores = PairScores(chosen, rejected, chosen_tokens, rejected_tokens, self.beta, self.smoothing, self.tau)
         losses = sum(weight * PAIR_LOSSES[kind](scores) for kind, weight in self.kinds)
         assert isinstance(losses, Tensor)
         chosen_log_probs, rejected_log_probs = policy.detach().chunk(2)

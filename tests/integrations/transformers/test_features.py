@@ -19,9 +19,8 @@ from penstock.integrations.transformers.features import (
     LEFT_ASIDE,
     refuse_trainer,
     require_known_optimizer,
-    require_one_process,
-    short_rows,
 )
+from penstock.integrations.transformers.short_batches import require_one_process, short_rows
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
     VOCABULARY,
@@ -129,7 +128,7 @@ def test_a_short_batch_that_ranks_would_share_is_refused():
     assert short_rows(args, range(30), 8, 9) == 6
     assert short_rows(args, range(30), 8, 3) is None
     with pytest.raises(PlanError, match="as its labels are no classes; use: dataloader_drop_last=True"):
-        require_one_process(args, "its labels are no classes")
+        require_one_process(2, "its labels are no classes")
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""Runs a script with Penstock in the place of accelerate's Accelerator and of the trainers of transformers and TRL.
+
+Run: python -m penstock.integrations.launch [--hardware NAME] [--max-grad-norm N] SCRIPT [arguments of the script]
+or, with the settings of `accelerate config`: accelerate launch -m penstock.integrations.launch SCRIPT ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..ir.errors import PlanError
+
+REPLACED = {  # module -> its class -> the class that takes its place
+    "accelerate": {"Accelerator": "accelerate:PenstockAccelerator"},
+    "transformers": {
+        "Trainer": "transformers:PenstockTrainer", "Seq2SeqTrainer": "transformers:PenstockSeq2SeqTrainer",
+    },
+    "trl": {f"{name}Trainer": f"trl:Penstock{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward")},
+    "trl.experimental.cpo": {"CPOTrainer": "trl:PenstockCPOTrainer"},
+    "trl.experimental.orpo": {"ORPOTrainer": "trl:PenstockORPOTrainer"},
+    "trl.experimental.gkd": {"GKDTrainer": "trl:PenstockGKDTrainer"},
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m penstock.integrations.launch", description=__doc__)
+    parser.add_argument("--hardware", default="auto", help='as penstock.compile takes it; "auto" is this machine')
+    parser.add_argument("--max-grad-norm", type=float, help="what a loop with an Accelerator clips to")
+    parser.add_argument("--compile-options", type=json.loads, default={}, help="for penstock.compile, as JSON")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="arguments of the script")
+    given = parser.parse_args(arguments)
+    if not given.script.is_file():
+        raise SystemExit(f"{given.script}: there is no such script")
+    options = {"hardware": given.hardware, "compile_options": given.compile_options}
+    replace_classes(given.script.read_text("utf-8"), options, given.max_grad_norm)
+    sys.argv = [str(given.script), *given.rest]
+    sys.path.insert(0, str(given.script.resolve().parent))
+    runpy.run_path(str(given.script), run_name="__main__")
+
+
+def replace_classes(script: str, options: dict[str, Any], max_grad_norm: float | None = None) -> None:
+    """Put Penstock's classes, with these options, in the place of those of the libraries that the script names."""
+    found = []
+    for module, classes in REPLACED.items():
+        if module.partition(".")[0] not in script:
+            continue
+        try:
+            library, own = importlib.import_module(module), importlib.import_module(_room(classes))
+        except (ImportError, PlanError):
+            continue  # the script cannot use it either
+        for name, place in classes.items():
+            more = {"max_grad_norm": max_grad_norm} if name == "Accelerator" else {}
+            kind = getattr(own, place.partition(":")[2])
+            found.append((library, name, with_options(kind, {**options, **more})))
+    for library, name, kind in found:  # after all are made, as TRL's are made of transformers'
+        setattr(library, name, kind)
+
+
+def _room(classes: dict[str, str]) -> str:
+    return f"{__package__}.{next(iter(classes.values())).partition(':')[0]}"
+
+
+def with_options(kind: Any, options: dict[str, Any]) -> Any:
+    """The class with these arguments where the script gives none."""
+
+    class Launched(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **{**options, **kwargs})
+
+    Launched.__name__, Launched.__qualname__ = kind.__name__, kind.__qualname__
+    return Launched
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""A loop with `Accelerator` trains the same with Penstock behind `prepare`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import get_scheduler
+
+from penstock.errors import PlanError
+from penstock.integrations.accelerate import PenstockAccelerator
+from penstock.ir.machine.hardware import Hardware
+from penstock.tests.integrations.transformers.runs import TOLERANCE, causal, classifier, llama, padding
+
+OURS: dict[str, Any] = {
+    "hardware": Hardware.cpu(1, memory="8GB"), "compile_options": {"strategy": "mobius", "micro_batches": 2}
+}  # fmt: skip
+
+
+def loop(
+    accelerator: Any, make: Any, clip: float | None = None, rows: int = 30
+) -> tuple[list[float], list[float], Any]:
+    """Two epochs of batches of 4, the last of which has 2; an evaluation after each."""
+    model, data = make()
+    optimizer = torch.optim.AdamW([{"params": model.parameters(), "weight_decay": 0.1}], lr=3e-3)
+    loader = DataLoader(data[:rows], batch_size=4, collate_fn=padding if make is llama else None)
+    held_out = DataLoader(data[:7], batch_size=4, collate_fn=padding if make is llama else None)
+    scheduler = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=2, num_training_steps=16)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
+    losses, evaluated = [], []
+    for _ in range(2):
+        model.train()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                losses.append(float(loss.detach()))
+                accelerator.backward(loss)
+                if clip is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        model.eval()
+        for batch in held_out:
+            with torch.no_grad():
+                outputs = model(**batch)
+            evaluated += [float(outputs.loss), float(accelerator.gather(outputs.logits).mean())]
+    model = accelerator.unwrap_model(model)
+    accelerator.end_training()
+    return losses, evaluated, model
+
+
+@pytest.mark.parametrize("make", [causal, llama, classifier])
+def test_the_same_run(make: Any) -> None:
+    """Of batches of several lengths, too, and of evaluations of 4 and 3 rows."""
+    losses, evaluated, model = loop(PenstockAccelerator(cpu=True, max_grad_norm=0.5, **OURS), make, 0.5)
+    expected, others, plain = loop(Accelerator(cpu=True), make, 0.5)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-4, atol=TOLERANCE)
+    torch.testing.assert_close(torch.tensor(evaluated), torch.tensor(others), rtol=2e-4, atol=TOLERANCE)
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
+    def run(steps: int, state: Path | None = None, save: Path | None = None) -> list[float]:
+        accelerator = PenstockAccelerator(cpu=True, **OURS)
+        model, data = causal()
+        loader = DataLoader(data[:16], batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loader)
+        if state is not None:
+            accelerator.load_state(str(state))
+        found = []
+        for batch in list(loader)[4 - steps if state else 0 :][:steps]:
+            loss = model.train()(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            found.append(float(loss.detach()))
+        if save is not None:
+            accelerator.save_state(str(save))
+        accelerator.end_training()
+        return found
+
+    whole = run(4)
+    assert run(2, save=tmp_path / "state") == whole[:2]
+    assert run(2, state=tmp_path / "state") == pytest.approx(whole[2:], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+     ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"), ("ACCELERATE_USE_PARALLELISM_CONFIG", "parallelism_config")],
+)  # fmt: skip
+def test_another_plug_in_beside_it_is_refused(variable: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(PlanError, match=f"{name}.*{variable}"):
+        PenstockAccelerator(cpu=True)
+
+
+def test_accumulation_is_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match=r"gradient_accumulation_steps=2.*batch_size"):
+        PenstockAccelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def test_a_norm_that_was_not_said_before_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"--max-grad-norm 0\.5"):
+        loop(PenstockAccelerator(cpu=True, **OURS), causal, 0.5)
+
+
+def test_a_loss_of_the_script_is_refused() -> None:
+    accelerator = PenstockAccelerator(cpu=True, **OURS)
+    model, rows = causal()
+    loader = DataLoader(rows[:4], batch_size=4)
+    model, _, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loader)
+    loss = model.train()(**next(iter(loader))).loss
+    with pytest.raises(PlanError, match="not the one that the prepared model returned"):
+        accelerator.backward(2 * loss)
+    accelerator.end_training()
+
+
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from penstock.tests.integrations.accelerate.test_accelerator import causal, loop
+losses, _, _ = loop(Accelerator(cpu=True), causal)
+print("LOSSES", type(Accelerator()).__mro__[1].__name__, losses[-1])
+"""
+
+
+@pytest.mark.slow
+def test_accelerate_launch_of_an_unchanged_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    start = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    told = []
+    for extra in ([], ["-m", "penstock.integrations.launch", "--hardware", "cpu"]):
+        ran = subprocess.run([*start, *extra, str(script)], capture_output=True, text=True, timeout=300, check=False)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        told.append(next(line for line in ran.stdout.splitlines() if line.startswith("LOSSES")).split())
+    assert told[1][1] == "PenstockAccelerator" != told[0][1]
+    assert float(told[1][2]) == pytest.approx(float(told[0][2]), abs=1e-4)
+    assert "planning GPT2LMHeadModel on cpu" in ran.stderr and "bound by" in ran.stderr
