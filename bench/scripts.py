@@ -1,7 +1,7 @@
 """The example scripts of transformers, TRL and PEFT, unchanged, by themselves and by `penstock.integrations.launch`.
 
-Needs checkouts of the libraries in one directory (transformers, trl, peft) with transformers' test fixtures; there is no
-hub: models are tiny, random and without dropout, data are the fixtures and sentences of few words. Every row has the
+Needs checkouts of the libraries in one directory (transformers, trl, peft) with transformers' test fixtures. No hub is
+asked: models are tiny, random and without dropout, data are the fixtures and sentences of few words. Every row has the
 number of losses and their largest difference.
 
 Run: python bench/scripts.py CHECKOUTS [--only NAME ...] [--out FILE]
@@ -10,13 +10,14 @@ Run: python bench/scripts.py CHECKOUTS [--only NAME ...] [--out FILE]
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
 import runpy
-import subprocess
 import sys
 import tempfile
+import traceback
 import types
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,15 @@ PAIRS = "--train_file {data}/wmt16/sample.json --validation_file {data}/wmt16/sa
 PAIRS += "--source_lang en --target_lang ro --max_source_length 32 --max_target_length 24"
 SUMS = "--train_file {data}/xsum/sample.json --validation_file {data}/xsum/sample.json"
 NER = "--train_file {data}/conll/sample.json --validation_file {data}/conll/sample.json"
-QA = "--train_file {data}/SQUAD/sample.json --validation_file {data}/SQUAD/sample.json --max_seq_length 48 --doc_stride 16"
+QA = "--train_file {data}/SQUAD/sample.json --validation_file {data}/SQUAD/sample.json --max_seq_length 48 "
+QA += "--doc_stride 16"
 SWAG = "--train_file {data}/swag/sample.json --validation_file {data}/swag/sample.json --max_seq_length 32"
 BERT, GPT2, T5 = (f"--model_name_or_path {{models}}/{name}" for name in ("bert", "gpt2", "t5"))
 ROWS: dict[str, tuple[str, str]] = {  # name -> script, arguments
     "run_glue": (f"{PYTORCH}/text-classification/run_glue.py", f"{BERT} {CSV} {TRAINER}"),
     "run_classification": (
         f"{PYTORCH}/text-classification/run_classification.py",
-        f"{BERT} {CSV} {TRAINER} --text_column_names sentence1,sentence2 --label_column_name label --shuffle_train_dataset",
+        f"{BERT} {CSV} {TRAINER} --text_column_names sentence1,sentence2 --label_column_name label",
     ),
     "run_clm": (f"{PYTORCH}/language-modeling/run_clm.py", f"{GPT2} {TEXT} --block_size 32 {TRAINER}"),
     "run_fim": (f"{PYTORCH}/language-modeling/run_fim.py", f"{GPT2} {TEXT} --block_size 32 {TRAINER}"),
@@ -79,7 +81,8 @@ ROWS: dict[str, tuple[str, str]] = {  # name -> script, arguments
     ),
     "run_ner_no_trainer": (f"{PYTORCH}/token-classification/run_ner_no_trainer.py", f"{BERT} {NER} {LOOP}"),
     "run_swag_no_trainer": (
-        f"{PYTORCH}/multiple-choice/run_swag_no_trainer.py", f"{BERT} {SWAG.replace('max_seq_length', 'max_length')} {LOOP}",
+        f"{PYTORCH}/multiple-choice/run_swag_no_trainer.py",
+        f"{BERT} {SWAG.replace('max_seq_length', 'max_length')} {LOOP}",
     ),
     "sft": ("trl/trl/scripts/sft.py", f"{TRL} --dataset_name {{data}}/chats"),
     "dpo": ("trl/trl/scripts/dpo.py", f"{TRL} --dataset_name {{data}}/pairs"),
@@ -103,7 +106,6 @@ ROWS: dict[str, tuple[str, str]] = {  # name -> script, arguments
 
 def run_script(mode: str, record: str, script: str, *arguments: str) -> None:
     """Run a script by itself or by the launcher, and write its losses, a line each."""
-    stand_in_for_metrics()
     import accelerate
     import transformers
 
@@ -111,11 +113,11 @@ def run_script(mode: str, record: str, script: str, *arguments: str) -> None:
     written: dict[str, list[float]] = {"log": [], "backward": []}
     log = transformers.Trainer.log
 
-    def recorded(self: Any, logs: dict[str, float], *more: Any) -> None:
+    def record_and_call(self: Any, logs: dict[str, float], *more: Any) -> None:
         written["log"] += [logs["loss"]] if "loss" in logs else []
         log(self, logs, *more)
 
-    transformers.Trainer.log = recorded
+    transformers.Trainer.log = record_and_call
     kinds: list[Any] = [accelerate.Accelerator]
     if mode == "penstock":
         from penstock.integrations import launch
@@ -137,14 +139,14 @@ def run_script(mode: str, record: str, script: str, *arguments: str) -> None:
 
 
 def _recording(backward: Any, losses: list[float]) -> Any:
-    def recorded(self: Any, loss: Any, **more: Any) -> None:
+    def record_and_call(self: Any, loss: Any, **more: Any) -> None:
         losses.append(float(loss))
         backward(self, loss, **more)
 
-    return recorded
+    return record_and_call
 
 
-def stand_in_for_metrics() -> None:
+def replace_metrics() -> None:
     """Modules `evaluate` and `nltk` that download nothing, and know nothing."""
 
     class Metric:
@@ -169,8 +171,15 @@ def make_models(folder: Path, texts: list[str]) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import (
-        BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
-        PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration,
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        T5Config,
+        T5ForConditionalGeneration,
     )  # fmt: skip
 
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<fim_prefix>", "<fim_middle>", "<fim_suffix>"]
@@ -239,6 +248,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(ROWS))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    replace_metrics()
+    for library in ("torch", "datasets", "transformers", "trl", "penstock.integrations.accelerate"):
+        importlib.import_module(library)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = folder / "data"
@@ -250,7 +263,9 @@ def main() -> None:
         text = (given.checkouts / FIXTURES / "wiki_text" / "wiki_00").read_text("utf-8")
         (data / "wiki_text" / "wiki.txt").write_text(text[:20000], encoding="utf-8")
         make_data(data)
-        make_models(folder, [text[:20000], "red green one two sun moon is user assistant"])
+        texts = [text[:20000], "red green one two sun moon is user assistant"]
+        if run_apart(lambda: make_models(folder, texts), folder / "models.txt", folder):
+            raise SystemExit((folder / "models.txt").read_text("utf-8"))
         for each in given.only:
             row = compare(each, given.checkouts, folder)
             print(json.dumps(row), flush=True)
@@ -267,13 +282,11 @@ def compare(name: str, checkouts: Path, folder: Path) -> dict[str, Any]:
         text = arguments.format(out=out, rows=4, models=folder, data=folder / "data")
         record = folder / "losses.json"
         record.unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--run", mode, str(record), str(checkouts / script), *text.split()]
-        quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet, cwd=folder)
+        printed = Path(tempfile.gettempdir()) / f"{out.name}.txt"
+        given = (mode, str(record), str((checkouts / script).resolve()), *text.split())
+        if run_apart(lambda given=given: run_script(*given), printed, folder):
+            errors.append(f"{mode}: {(printed.read_text('utf-8').strip().splitlines() or [''])[-1][:200]}")
         found.append(json.loads(record.read_text("utf-8")) if record.exists() else [])
-        if ran.returncode:
-            errors.append(f"{mode}: {(ran.stderr.strip().splitlines() or [''])[-1][:300]}")
-            (Path(tempfile.gettempdir()) / f"{out.name}.err").write_text(ran.stderr, encoding="utf-8")
     alone, own = found
     same = len(alone) == len(own) > 0
     largest = max((abs(a - b) for a, b in zip(alone, own, strict=True)), default=0.0) if same else None
@@ -281,5 +294,28 @@ def compare(name: str, checkouts: Path, folder: Path) -> dict[str, Any]:
             "errors": errors}  # fmt: skip
 
 
+def run_apart(body: Any, printed: Path, folder: Path) -> int:
+    """Run the body in a fork, which has all libraries already, in this folder. Returns its exit status."""
+    process = os.fork()
+    if process:
+        return os.waitpid(process, 0)[1]
+    status = 1
+    with printed.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            os.chdir(folder)
+            body()
+            status = 0
+        except SystemExit as end:
+            status = int(bool(end.code))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
 if __name__ == "__main__":
-    run_script(*sys.argv[2:]) if sys.argv[1:2] == ["--run"] else main()
+    main()

@@ -70,7 +70,7 @@ def _room(classes: dict[str, str]) -> str:
 def with_options(kind: Any, options: dict[str, Any]) -> Any:
     """The class with these arguments where the script gives none."""
 
-    class Launched(kind):  # type: ignore[misc]
+    class Launched(kind):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **{**options, **kwargs})
 

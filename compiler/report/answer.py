@@ -31,8 +31,8 @@ def answer_lines(
     items: tuple[int, str],
     busiest: tuple[str, float],
 ) -> list[str]:
-    """The lines, labelled. `stages`: their names; `items`: how many a step takes, and the word for one; `busiest`: the stream or link that is
-    busy for the largest share of a step, and that share."""
+    """The lines, labelled. `stages`: their names; `items`: how many a step takes, and the word for one; `busiest`: the
+    stream or link that is busy for the largest share of a step, and that share."""
     predicted, (number, item) = plan.predicted, items
     assert predicted is not None
     step_s = predicted.step_s

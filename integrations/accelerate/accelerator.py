@@ -1,4 +1,4 @@
-"""`PenstockAccelerator`: accelerate's `Accelerator`, behind whose `prepare` a job takes the steps."""
+"""`PenstockAccelerator`: accelerate's `Accelerator`, whose steps a job takes."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class PreparedModel:
     def _evaluate(self, given: dict[str, Any]) -> Any:
         """By the job where it takes the batch, else by the model itself, on the accelerator's device."""
         if self.job is None or self._form is None:
-            return self._by_model(given)
+            return self._evaluate_model(given)
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         reason = self.job.folder.settings.evaluation or ""
         if self.accelerator.num_processes > 1:
@@ -156,7 +156,7 @@ class PreparedModel:
             if not self._is_told:
                 logger.warning("evaluated by the model on %s, not by the job: %s", self.accelerator.device, reason)
                 self._is_told = True
-            return self._by_model(given)
+            return self._evaluate_model(given)
         batch = self._form.pad(tensors)
         with self._own_forward():
             loss, found = evaluate(self.job, self._form, batch, shifts_labels(self.model), outputs=True)
@@ -170,7 +170,7 @@ class PreparedModel:
                 return value[:, : given[name].shape[1]].to(self.accelerator.device)
         return value.to(self.accelerator.device)
 
-    def _by_model(self, given: Mapping[str, Any]) -> Any:
+    def _evaluate_model(self, given: Mapping[str, Any]) -> Any:
         self.sync()
         device = self.accelerator.device
         self.model.to(device)

@@ -65,5 +65,5 @@ def add_noise(module: Any, inputs: Any, output: Tensor) -> Tensor:
     a tensor. Drawn by keys, as dropout is."""
     if not module.training:
         return output
-    bound = module.neftune_noise_alpha / (output.shape[1] * output.shape[2]) ** 0.5
+    bound: float = module.neftune_noise_alpha / (output.shape[1] * output.shape[2]) ** 0.5
     return output + (torch.rand_like(output) * 2 - 1) * bound

@@ -35,7 +35,7 @@ class OptimizerOf:
         return OptimizerOf(model, optimizer, type(optimizer), options)
 
     @staticmethod
-    def of_trainer(trainer: Any, is_given: bool) -> OptimizerOf:
+    def read_trainer(trainer: Any, is_given: bool) -> OptimizerOf:
         """Of a trainer that has created it. `is_given`: by `optimizers=` or by `create_optimizer` of a subclass."""
         if is_given:
             return OptimizerOf.read(trainer.model, trainer.optimizer)
@@ -67,7 +67,7 @@ class OptimizerOf:
                 missing.pop(id(param), None)
         if missing:
             self.numbers.append(-1)
-            still = {name: 0.0 for name in ("lr", "weight_decay") if name in self._defaults}
+            still: dict[str, Any] = {name: 0.0 for name in ("lr", "weight_decay") if name in self._defaults}
             yield {"params": list(missing.values()), **still}
 
     def _differs(self, name: str, value: Any) -> bool:

@@ -118,7 +118,7 @@ class StepsByJob(Host):
             embeddings = next(each for each in self.model.modules() if hasattr(each, "neftune_noise_alpha"))
             self.neftune_hook_handle = embeddings.register_forward_hook(add_noise)
         self.create_optimizer()
-        self._optimizer = OptimizerOf.of_trainer(self, self._given[0] is not None or makes_optimizer(self))
+        self._optimizer = OptimizerOf.read_trainer(self, self._given[0] is not None or makes_optimizer(self))
         self.create_scheduler(max_steps)
         self._total_steps, self._checkpoint, self._waiting = max_steps, resume_from_checkpoint, []
         self._synced_step = -1

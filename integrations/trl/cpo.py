@@ -20,13 +20,13 @@ from ..transformers.loss import TracedLoss
 from .arguments import OF_CPO, default_folder, refuse_options, refuse_routers, with_plan_defaults
 from .pair_loss import PARTS
 from .pairs import longest_column
-from .row_steps import Rows, RowSteps, pad_to, refuse_metrics, reward_metrics
+from .row_steps import RowBatch, RowSteps, pad_to, refuse_metrics, reward_metrics
 
 SIDES = ("chosen", "rejected")
 
 
 class _WithoutReference(RowSteps):
-    """What both have in common: pairs of TRL's older collator, which has chosen and rejected answers side by side."""
+    """The common part of both: pairs of TRL's older collator, which has chosen and rejected answers side by side."""
 
     counts_tokens = False
     config: Any
@@ -47,7 +47,7 @@ class _WithoutReference(RowSteps):
         self.max_length = kwargs.get("max_length")  # TRL's is that of its data, which are made
         self._row_length = self.max_length or longest_column(self._datasets(), names, None)
 
-    def _rows_of(self, inputs: Mapping[str, Any]) -> Rows:
+    def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         fills = dict(zip(PARTS, (self.processing_class.pad_token_id, 0, IGNORED), strict=True))
         return {
             f"{side}_{name}": pad_to(inputs[f"{side}_{name}"], self._row_length, fill)
@@ -88,7 +88,7 @@ class PairsAlone:
     whole: bool
     is_mean: bool
 
-    def __call__(self, model: Any, batch: Rows) -> Rows:
+    def __call__(self, model: Any, batch: RowBatch) -> RowBatch:
         rows = {part: torch.cat([batch[f"{side}_{part}"] for side in SIDES]) for part in PARTS}
         tokens, attended, labels = (rows[part] for part in PARTS)
         logits = model(input_ids=tokens, attention_mask=attended).logits[:, :-1].float()

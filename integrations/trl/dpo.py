@@ -30,7 +30,7 @@ class PenstockDPOTrainer(RowSteps, DPOTrainer):
             raise PlanError("compute_loss_func: the loss of pairs is loss_type of DPOConfig; leave it out")
         super().__init__(model=model, ref_model=ref_model, args=with_plan_defaults(args), **kwargs)
         refuse_routers(self)
-        self._keep_reference_frozen()
+        self._freeze_reference()
         config: Any = self.args
         longest = self.max_length or longest_answer(self._datasets(), config.max_length)
         self._row_length = row_length(longest, config.pad_to_multiple_of)

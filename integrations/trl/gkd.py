@@ -14,7 +14,7 @@ from ...compiler.preference import IGNORED
 from ..transformers.loss import TracedLoss
 from ..transformers.steps import StepsByJob
 from .arguments import OF_GKD, default_folder, refuse_options, with_plan_defaults
-from .row_steps import Rows, pad_to, refuse_metrics
+from .row_steps import RowBatch, pad_to, refuse_metrics
 
 FILLS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
 
@@ -35,10 +35,10 @@ class PenstockGKDTrainer(StepsByJob, GKDTrainer):
         self._row_length = self.max_length or config.max_length
 
     def _module(self) -> nn.Module:
-        compute = partial(_distilled, teacher=self.teacher_model, beta=self.beta)
+        compute = partial(_distillation_loss, teacher=self.teacher_model, beta=self.beta)
         return TracedLoss(self.model, compute, teacher=self.teacher_model)
 
-    def _rows_of(self, inputs: Mapping[str, Any]) -> Rows:
+    def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         return {name: pad_to(inputs[name], self._row_length, fill) for name, fill in FILLS.items()}
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -51,7 +51,7 @@ class PenstockGKDTrainer(StepsByJob, GKDTrainer):
         return super().prediction_step(model, given, prediction_loss_only, ignore_keys)
 
 
-def _distilled(model: Any, batch: Rows, teacher: nn.Module, beta: float) -> Rows:
+def _distillation_loss(model: Any, batch: RowBatch, teacher: nn.Module, beta: float) -> RowBatch:
     """The generalised Jensen-Shannon divergence of student and teacher (Agarwal et al. 2024, equation 1), over the
     tokens that count."""
     asked = {name: batch[name] for name in ("input_ids", "attention_mask")}

@@ -13,7 +13,7 @@ from ...compiler.preference import IGNORED, label_log_probs
 from .arguments import OF_KTO, default_folder, refuse_images, refuse_options, refuse_routers, with_plan_defaults
 from .pair_loss import BASE, COPY, WithReference
 from .pairs import longest_column
-from .row_steps import Rows, RowSteps, counted_labels, pad_to, refuse_metrics, row_length
+from .row_steps import RowBatch, RowSteps, counted_labels, pad_to, refuse_metrics, row_length
 
 NAMES = ("input_ids", "attention_mask", "labels")
 KNOWN = {"": "ref_logps", "kl_": "ref_kl_logps"}  # the reference's log probabilities, where they were computed before
@@ -68,7 +68,7 @@ class PenstockKTOTrainer(RowSteps, KTOTrainer):
         refuse_metrics(kwargs)
         super().__init__(model=model, ref_model=ref_model, args=with_plan_defaults(args), **kwargs)
         refuse_routers(self)
-        self._keep_reference_frozen()
+        self._freeze_reference()
         if self.calculate_KL:
             self.compile_options.setdefault("micro_batches", 1)
         config: Any = self.args
@@ -87,7 +87,7 @@ class PenstockKTOTrainer(RowSteps, KTOTrainer):
             reference = COPY if COPY in model.peft_config else BASE
         return KTOLoss(model, reference, self.args)
 
-    def _rows_of(self, inputs: Mapping[str, Any]) -> Rows:
+    def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         inputs = {name.replace("KL_", "kl_"): value for name, value in inputs.items()}
         found = {name: inputs[name] for name in ("label", *KNOWN.values()) if name in inputs}
         for prefix in KNOWN if "kl_input_ids" in inputs else ("",):

@@ -14,7 +14,7 @@ from trl import RewardConfig, RewardTrainer
 from ..transformers.loss import TracedLoss
 from .arguments import OF_BOTH, default_folder, refuse_options, with_plan_defaults
 from .pairs import longest_column
-from .row_steps import Rows, RowSteps, pad_to, refuse_metrics, row_length
+from .row_steps import RowBatch, RowSteps, pad_to, refuse_metrics, row_length
 
 NAMES = ("input_ids", "attention_mask")
 
@@ -38,7 +38,7 @@ class PenstockRewardTrainer(RowSteps, RewardTrainer):
         config: Any = self.args
         return TracedLoss(self.model, partial(_reward_loss, center=config.center_rewards_coefficient or 0.0))
 
-    def _rows_of(self, inputs: Mapping[str, Any]) -> Rows:
+    def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         fills = (self.processing_class.pad_token_id, 0)
         found = {}
         for name, fill in zip(NAMES, fills, strict=True):
@@ -58,7 +58,7 @@ class PenstockRewardTrainer(RowSteps, RewardTrainer):
         }
 
 
-def _reward_loss(model: Any, batch: Rows, center: float) -> Rows:
+def _reward_loss(model: Any, batch: RowBatch, center: float) -> RowBatch:
     """Bradley and Terry's: the chosen answer of a pair has the higher reward, by its margin where it has one."""
     rows = {name: torch.cat([batch[f"chosen_{name}"], batch[f"rejected_{name}"]]) for name in NAMES}
     chosen, rejected = model(**rows).logits.squeeze(-1).chunk(2)

@@ -17,7 +17,7 @@ from ...ir.errors import BatchError, PlanError
 from ..transformers.batches import count_rows
 from ..transformers.steps import StepsByJob
 
-Rows = dict[str, Tensor]
+RowBatch = dict[str, Tensor]
 
 
 class RowSteps(StepsByJob):
@@ -30,7 +30,7 @@ class RowSteps(StepsByJob):
     ref_model: Any = None
     counts_tokens = True  # whether `num_tokens` is logged
 
-    def _rows_of(self, inputs: Mapping[str, Any]) -> Rows:
+    def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         raise NotImplementedError
 
     def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
@@ -41,7 +41,7 @@ class RowSteps(StepsByJob):
         for name, value in found.items():
             self._metrics[mode][name].append(value)
 
-    def _keep_reference_frozen(self) -> None:
+    def _freeze_reference(self) -> None:
         if self.ref_model is not None:
             self.ref_model.to("cpu").requires_grad_(False)
 
@@ -65,7 +65,7 @@ class RowSteps(StepsByJob):
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return super().training_step(model, self._rows_of(inputs), num_items_in_batch)
 
-    def _take_step(self, job: Job, batch: Rows) -> Tensor:
+    def _take_step(self, job: Job, batch: RowBatch) -> Tensor:
         if self._will_log() and job.folder.settings.evaluation is None:
             self._log_metrics("train", self._metrics_of(job.evaluate(batch)))
         return super()._take_step(job, batch)
@@ -104,7 +104,7 @@ class RowSteps(StepsByJob):
         return outputs["losses"].mean()
 
 
-def _evaluate_rows(job: Job, batch: Rows, rows: int) -> Rows:
+def _evaluate_rows(job: Job, batch: RowBatch, rows: int) -> RowBatch:
     """The job's results for these rows, each by itself. The job takes the number of rows of a step."""
     count = count_rows(batch)
     order = torch.arange(rows).where(torch.arange(rows) < count, 0)
@@ -113,7 +113,7 @@ def _evaluate_rows(job: Job, batch: Rows, rows: int) -> Rows:
 
 
 def pad_to(value: Tensor, length: int, fill: int) -> Tensor:
-    """Rows of this length. Raises `BatchError` for longer ones."""
+    """RowBatch of this length. Raises `BatchError` for longer ones."""
     missing = length - value.shape[1]
     if missing < 0:
         raise BatchError(f"an answer has {value.shape[1]} tokens, and those of this run have {length}; set max_length")

@@ -1,4 +1,4 @@
-"""A loop with `Accelerator` trains the same with Penstock behind `prepare`."""
+"""A loop with `Accelerator` trains the same where Penstock prepares."""
 
 from __future__ import annotations
 

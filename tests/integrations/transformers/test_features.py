@@ -148,9 +148,13 @@ def test_a_stream_that_ends_with_a_short_batch_of_numbers(tmp_path):
     require_equal(*found)
 
 
-def test_weights_alone_are_saved_and_nothing_resumes_from_them(tmp_path):
+def test_weights_alone_are_saved_and_nothing_resumes_from_them(tmp_path, capsys):
+    """And before the first step it has said what it plans, and the answer."""
     ours = make_case(PenstockTrainer, *causal(), tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
     ours.train()
+    told = capsys.readouterr().err
+    for part in ("planning GPT2LMHeadModel on", "48 tokens in 4 rows", "fits        yes: ", "tokens a second", "bound by"):
+        assert part in told, part
     saved = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert "model.safetensors" in saved and not saved & {"penstock", "scheduler.pt"}
     with pytest.raises(PlanError, match="save_only_model"):

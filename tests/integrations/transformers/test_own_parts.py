@@ -25,7 +25,7 @@ from penstock.tests.integrations.transformers.runs import (
 WHOLE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 
 
-def weighted(outputs, labels, num_items_in_batch=None):
+def weigh(outputs, labels, num_items_in_batch=None):
     """A loss of the script: a cross entropy that counts one token thrice."""
     logits, labels = outputs.logits[:, :-1], labels[:, 1:]
     found = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
@@ -34,7 +34,7 @@ def weighted(outputs, labels, num_items_in_batch=None):
 
 def test_a_loss_function(tmp_path):
     """Over 2 x 2 rows, of several numbers of labels; also its evaluation."""
-    ours, plain = both(causal, tmp_path, {"compute_loss_func": weighted}, eval_strategy="steps", eval_steps=2)
+    ours, plain = both(causal, tmp_path, {"compute_loss_func": weigh}, eval_strategy="steps", eval_steps=2)
     require_equal(ours, plain)
     torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
 
@@ -73,7 +73,7 @@ def pair(model, has_schedule=True):
     return optimizer, get_linear_schedule_with_warmup(optimizer, 2, 6) if has_schedule else None
 
 
-def by_pair(kind, folder, has_schedule):
+def run_pair(kind, folder, has_schedule):
     model, rows = causal()
     trainer = make_case(kind, model, rows, folder, {"optimizers": pair(model, has_schedule)})
     trainer.train()
@@ -82,7 +82,7 @@ def by_pair(kind, folder, has_schedule):
 
 @pytest.mark.parametrize("has_schedule", [True, False])
 def test_optimizers_that_are_given(has_schedule, tmp_path):
-    require_equal(*(by_pair(kind, tmp_path / kind.__name__, has_schedule) for kind in (PenstockTrainer, Trainer)))
+    require_equal(*(run_pair(kind, tmp_path / kind.__name__, has_schedule) for kind in (PenstockTrainer, Trainer)))
 
 
 def create_optimizer(self, model=None):
@@ -132,16 +132,16 @@ class Norms(nn.Module):
         return {"loss": (found - labels).square().mean(), "logits": found}
 
 
-def normed():
+def norm_rows():
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(30, 7, generator=draw)
     return Norms(), [{"x": row[:6], "labels": row[6]} for row in rows]
 
 
-@pytest.mark.parametrize("make", [many_labels, normed])
+@pytest.mark.parametrize("make", [many_labels, norm_rows])
 def test_a_short_last_batch_of_any_label(make, tmp_path):
     """30 rows: seven steps of 4, and one of 2; an evaluation of 7 rows."""
-    options = {"compile_options": {"strategy": "mobius", "micro_batches": 1 if make is normed else 2}}
+    options = {"compile_options": {"strategy": "mobius", "micro_batches": 1 if make is norm_rows else 2}}
     changes = {**WHOLE, "max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch"}
     ours, plain = make_case(PenstockTrainer, *make(), tmp_path / "a", options, **changes), None
     plain = make_case(Trainer, *make(), tmp_path / "b", **changes)

@@ -33,7 +33,7 @@ def margins(rows=16, seed=0):
     return preferences(rows, seed).add_column("margin", [0.1 * n for n in range(rows)])
 
 
-def unpaired(rows=16, seed=0):
+def single_answers(rows=16, seed=0):
     pairs = preferences(rows, seed)
     words = ("chosen", "rejected", "chosen")
     found = [(row["prompt"], row[words[n % 3]], n % 3 != 1) for n, row in enumerate(pairs)]
@@ -74,7 +74,8 @@ def test_rewards(rows, tmp_path):
 def test_wanted_and_unwanted_answers(loss, tmp_path):
     kinds = (ours.PenstockKTOTrainer, KTOTrainer)
     more = {"model": llama, "ref_model": lambda: llama(1)}
-    compare(tmp_path, kinds, unpaired, more, "kl", "logps/chosen", loss_type=loss, undesirable_weight=1.5, beta=0.3)
+    changes = {"loss_type": loss, "undesirable_weight": 1.5, "beta": 0.3}
+    compare(tmp_path, kinds, single_answers, more, "kl", "logps/chosen", **changes)
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_wanted_and_unwanted_answers(loss, tmp_path):
 def test_wanted_answers_with_adapters(precompute, tmp_path):
     kinds = (ours.PenstockKTOTrainer, KTOTrainer)
     more = {"model": llama, "peft_config": lora}
-    compare(tmp_path, kinds, unpaired, more, "kl", precompute_ref_log_probs=precompute)
+    compare(tmp_path, kinds, single_answers, more, "kl", precompute_ref_log_probs=precompute)
 
 
 CPO = [
@@ -130,7 +131,7 @@ def test_distillation(beta, tmp_path):
     ],
 )
 def test_refuses_by_name(kind, more, option, found, tmp_path):
-    rows = unpaired if kind is ours.PenstockKTOTrainer else preferences
+    rows = single_answers if kind is ours.PenstockKTOTrainer else preferences
     with pytest.raises(PlanError, match=found):
         train(kind, tmp_path, rows, more, **option)
 
