@@ -153,7 +153,7 @@ def test_weights_alone_are_saved_and_nothing_resumes_from_them(tmp_path, capsys)
     ours = make_case(PenstockTrainer, *causal(), tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
     ours.train()
     told = capsys.readouterr().err
-    for part in ("planning GPT2LMHeadModel on", "48 tokens in 4 rows", "fits        yes: ", "tokens a second", "bound by"):
+    for part in ("planning GPT2LMHeadModel on", "48 tokens in 4 rows", "fits        yes: ", "tokens a second"):
         assert part in told, part
     saved = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert "model.safetensors" in saved and not saved & {"penstock", "scheduler.pt"}
