@@ -96,7 +96,8 @@ class PenstockAccelerator(Accelerator):
                 f"{self.max_grad_norm}; say it before: --max-grad-norm {max_norm:g} of penstock.integrations.launch, "
                 "or max_grad_norm= of PenstockAccelerator"
             )
-        last = self.prepared and self.prepared.job and self.prepared.job.last
+        job = None if self.prepared is None else self.prepared.job
+        last = None if job is None else job.last
         norm = None if last is None else last.gradient_norm
         return torch.tensor(0.0 if norm is None else norm, device=self.device)
 

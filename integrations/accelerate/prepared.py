@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,7 @@ class PreparedModel:
             batch = {name: value for name, value in batch.items() if value is not None and name != "kwargs"}
             return self._step(batch) if model.training and torch.is_grad_enabled() else self._evaluate(batch)
 
-        self.model.forward = forward.__get__(self.model)
+        self.model.forward = types.MethodType(forward, self.model)  # type: ignore[method-assign]
 
     @contextmanager
     def _own_forward(self) -> Iterator[None]:

@@ -55,6 +55,7 @@ class StepsByJob(Host):
 
     optimizer: Any
     lr_scheduler: Any
+    neftune_hook_handle: Any
     own_loss: Any = None  # the `compute_loss` that is the model's own
 
     def __init__(

@@ -57,8 +57,11 @@ class _WithoutReference(RowSteps):
 
     def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
         log_probs = [outputs[f"{side}_log_probs"] for side in SIDES]
-        found: dict[str, float] = reward_metrics(*(self.beta * value for value in log_probs), *log_probs)
+        found: dict[str, float] = reward_metrics(*(self.beta * self._reward(value) for value in log_probs), *log_probs)
         return found
+
+    def _reward(self, log_probs: Tensor) -> Tensor:
+        return log_probs
 
     def _log_metrics(self, mode: str, found: Mapping[str, float]) -> None:
         prefix = "eval_" if mode == "eval" else ""
@@ -118,30 +121,38 @@ class PenstockCPOTrainer(_WithoutReference, CPOTrainer):
     """As `CPOTrainer`; see `StepsByJob` for what it takes beside."""
 
     own_loss = CPOTrainer.compute_loss
+    max_length: Any
     config = CPOConfig
 
     def _loss(self) -> PairsAlone:
         return PairsAlone(partial(_cpo, self), self.cpo_alpha, False, self.loss_type in ("ipo", "simpo"))
 
+    def _reward(self, log_probs: Tensor) -> Tensor:
+        return _alpha_reward(log_probs, self.alpha)
+
+
+def _alpha_reward(log_probs: Tensor, alpha: float) -> Tensor:
+    return (1 - (-alpha * log_probs).exp()) / alpha if alpha else log_probs
+
 
 def _cpo(trainer: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
     """Contrastive preference optimisation (Xu et al. 2024), with SimPO's margin and AlphaPO's rewards."""
-    if trainer.alpha:
-        chosen, rejected = ((1 - (-trainer.alpha * value).exp()) / trainer.alpha for value in (chosen, rejected))
-    distance = chosen - rejected
+    beta, wrong = float(trainer.beta), float(trainer.label_smoothing)
+    distance = _alpha_reward(chosen, trainer.alpha) - _alpha_reward(rejected, trainer.alpha)
     if trainer.loss_type == "hinge":
-        return (1 - trainer.beta * distance).relu()
+        return (1 - beta * distance).relu()
     if trainer.loss_type == "ipo":
-        return (distance - 0.5 / trainer.beta).square()
-    margin = trainer.beta * distance - (trainer.simpo_gamma if trainer.loss_type == "simpo" else 0.0)
-    wrong = trainer.label_smoothing
-    return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+        return (distance - 0.5 / beta).square()
+    margin = beta * distance - (float(trainer.simpo_gamma) if trainer.loss_type == "simpo" else 0.0)
+    losses: Tensor = -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+    return losses
 
 
 class PenstockORPOTrainer(_WithoutReference, ORPOTrainer):
     """As `ORPOTrainer`; see `StepsByJob` for what it takes beside."""
 
     own_loss = ORPOTrainer.compute_loss
+    max_length: Any
     config = ORPOConfig
 
     def _loss(self) -> PairsAlone:
@@ -151,4 +162,5 @@ class PenstockORPOTrainer(_WithoutReference, ORPOTrainer):
 def _orpo(beta: float, chosen: Tensor, rejected: Tensor) -> Tensor:
     """The odds of the chosen answer over those of the rejected one (Hong et al. 2024, equations 4 and 7)."""
     odds = [value - torch.log(-torch.expm1(value)) for value in (chosen, rejected)]
-    return -beta * F.logsigmoid(odds[0] - odds[1])
+    losses: Tensor = -beta * F.logsigmoid(odds[0] - odds[1])
+    return losses

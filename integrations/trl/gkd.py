@@ -35,8 +35,9 @@ class PenstockGKDTrainer(StepsByJob, GKDTrainer):
         self._row_length = self.max_length or config.max_length
 
     def _module(self) -> nn.Module:
+        model: Any = self.model
         compute = partial(_distillation_loss, teacher=self.teacher_model, beta=self.beta)
-        return TracedLoss(self.model, compute, teacher=self.teacher_model)
+        return TracedLoss(model, compute, teacher=self.teacher_model)
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         return {name: pad_to(inputs[name], self._row_length, fill) for name, fill in FILLS.items()}

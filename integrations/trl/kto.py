@@ -38,7 +38,7 @@ class KTOLoss(WithReference):
 
     def loss(self, ratios: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
         is_wanted = rows["label"]
-        losses = 1 - (self.beta * torch.where(is_wanted, 1.0, -1.0) * (ratios - divergence(rows))).sigmoid()
+        losses: Tensor = 1 - (self.beta * torch.where(is_wanted, 1.0, -1.0) * (ratios - divergence(rows))).sigmoid()
         return (losses * torch.where(is_wanted, self.wanted, self.unwanted)).mean()
 
     def _ratio(self, batch: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:

@@ -36,11 +36,12 @@ class PenstockRewardTrainer(RowSteps, RewardTrainer):
 
     def _module(self) -> nn.Module:
         config: Any = self.args
-        return TracedLoss(self.model, partial(_reward_loss, center=config.center_rewards_coefficient or 0.0))
+        model: Any = self.model
+        return TracedLoss(model, partial(_reward_loss, center=config.center_rewards_coefficient or 0.0))
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
-        fills = (self.processing_class.pad_token_id, 0)
-        found = {}
+        tokenizer: Any = self.processing_class
+        fills, found = (tokenizer.pad_token_id, 0), dict[str, Tensor]()
         for name, fill in zip(NAMES, fills, strict=True):
             chosen, rejected = pad_to(inputs[name], self._row_length, fill).chunk(2)
             found |= {f"chosen_{name}": chosen, f"rejected_{name}": rejected}

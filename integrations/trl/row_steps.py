@@ -75,7 +75,8 @@ class RowSteps(StepsByJob):
         step, args = self.state.global_step + 1, self.args
         if step == 1 and args.logging_first_step:
             return True
-        return args.logging_strategy == IntervalStrategy.STEPS and step % self.state.logging_steps == 0
+        is_due: bool = args.logging_strategy == IntervalStrategy.STEPS and step % self.state.logging_steps == 0
+        return is_due
 
     # --- evaluation
 
