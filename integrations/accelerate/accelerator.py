@@ -82,7 +82,7 @@ class PenstockAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Nothing: the step has been taken. Raises `PlanError` for another loss than the model's."""
-        if self.prepared is None or loss is not self.prepared.loss:
+        if self.prepared is None or not self.prepared.is_loss(loss):
             raise PlanError(
                 "accelerator.backward: the loss is not the one that the prepared model returned, so that the step that "
                 "was taken is not of it; let forward of the model return this loss (a module around it)"

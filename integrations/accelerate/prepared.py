@@ -51,7 +51,7 @@ class PreparedModel:
             batch = {name: value for name, value in batch.items() if value is not None and name != "kwargs"}
             return self._step(batch) if model.training and torch.is_grad_enabled() else self._evaluate(batch)
 
-        self.model.forward = types.MethodType(forward, self.model)  # type: ignore[method-assign]
+        self.model.forward = types.MethodType(forward, self.model)
 
     @contextmanager
     def _own_forward(self) -> Iterator[None]:
@@ -74,6 +74,14 @@ class PreparedModel:
             loss = self.job.step({**self._form.fill(batch), **flags})
         self.loss = loss.detach().to(self.accelerator.device).requires_grad_()
         return Outputs(loss=self.loss)
+
+    def is_loss(self, loss: Tensor) -> bool:
+        """Whether this is the loss of the last step, also after a division by one as scripts have it."""
+        own = self.loss
+        if own is None or loss is own or not loss.requires_grad:
+            return own is not None and loss is own
+        (slope,) = torch.autograd.grad(loss, own, retain_graph=True, allow_unused=True)
+        return slope is not None and float(slope) == 1 and float(loss) == float(own)
 
     def _whole(self, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The batch of all processes, padded to the run's lengths, and what of it is no tensor."""

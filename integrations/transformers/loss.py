@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compiler.packing.documents import IGNORED
+from .evaluation import shifts_labels
 from .features import overrides
 
 Compute = Callable[[Any, dict[str, Tensor]], dict[str, Any]]
@@ -29,9 +30,11 @@ class TracedLoss(nn.Module):
 
 
 def makes_loss(trainer: Any) -> bool:
-    """Whether a trainer's loss is another than its model's: by `compute_loss` of a subclass, `compute_loss_func` or
-    label smoothing."""
+    """Whether a trainer's loss is another than its model's: by `compute_loss` of a subclass, `compute_loss_func`, label
+    smoothing, or another count of labels than that of the model's loss, as `Trainer` has for GPT-2."""
+    counts_first = shifts_labels(trainer.model) and not trainer._loss_shifts_labels
     is_own = overrides(trainer, "compute_loss") or type(trainer).compute_loss is not type(trainer).own_loss
+    is_own = is_own or (counts_first and trainer.model_accepts_loss_kwargs)
     return is_own or trainer.compute_loss_func is not None or trainer.label_smoother is not None
 
 

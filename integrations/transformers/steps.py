@@ -27,7 +27,7 @@ from ...training.watch import StragglerWatch
 from ..said import tell_plan, tell_planning
 from .batches import TOKENS, BatchForm, count_rows, form_of, join_batches, take_rows
 from .callbacks import SetOptions, SyncFirst, refuse_callbacks, set_options
-from .evaluation import evaluate, shifts_labels
+from .evaluation import evaluate
 from .features import PRECISIONS, overrides, refuse_trainer, settle_arguments
 from .loss import TracedLoss, add_noise, loss_of_trainer, makes_loss
 from .optimizers import OptimizerOf, follows_own_rates, makes_optimizer
@@ -56,6 +56,7 @@ class StepsByJob(Host):
     optimizer: Any
     lr_scheduler: Any
     neftune_hook_handle: Any
+    _loss_shifts_labels: bool
     own_loss: Any = None  # the `compute_loss` that is the model's own
 
     def __init__(
@@ -360,7 +361,7 @@ class StepsByJob(Host):
     def _evaluate_batch(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The loss and, where they are asked for, the outputs of a batch of all ranks."""
         assert self.job is not None and self._form is not None
-        return evaluate(self.job, self._form, batch, shifts_labels(self.model), outputs)
+        return evaluate(self.job, self._form, batch, self._loss_shifts_labels, outputs)
 
     def _each_once(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Drop the rows that a last batch repeats to have the same number for every rank."""

@@ -40,7 +40,7 @@ def loop(
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 losses.append(float(loss.detach()))
-                accelerator.backward(loss)
+                accelerator.backward(loss / accelerator.gradient_accumulation_steps)
                 if clip is not None and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()

@@ -39,6 +39,18 @@ def test_a_loss_function(tmp_path):
     torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
 
 
+def all_labels():
+    model, rows = causal()
+    return model, [{**each, "labels": each["input_ids"].clone()} for each in rows]
+
+
+def test_the_count_of_labels_is_that_of_trainer(tmp_path):
+    """Which counts the first label of each row of GPT-2, too."""
+    ours, plain = both(all_labels, tmp_path, eval_strategy="steps", eval_steps=2)
+    require_equal(ours, plain)
+    torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
+
+
 def focal(self, model, inputs, return_outputs=False, num_items_in_batch=None):
     labels = inputs.pop("labels")
     outputs = model(**inputs)
