@@ -15,6 +15,7 @@ OF_BOTH = {"activation_offloading": "leave it out: the plan chooses where activa
 OF_SFT = {
     **OF_BOTH,
     "padding_free": "packing=True, which packs into rows of one length; without it rows are padded to one length",
+    "label_smoothing_factor": "0.0: TRL's own loss does not smooth what the model computes",
 }
 OF_DPO = {
     **OF_BOTH,

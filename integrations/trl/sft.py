@@ -9,6 +9,8 @@ from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
 from ...compiler.packing.documents import IGNORED
+from ...ir.errors import PlanError
+from ..transformers.features import overrides
 from ..transformers.steps import StepsByJob
 from .arguments import default_folder, refuse_sft, with_plan_defaults
 from .packed import NUM_TOKENS, PackedCollator, longest_row
@@ -23,6 +25,11 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
         if args is None:
             args = SFTConfig(default_folder(model, "SFT"))
         refuse_sft(args)
+        if kwargs.get("compute_loss_func") is not None or overrides(self, "compute_loss"):
+            raise PlanError(
+                "compute_loss_func, compute_loss: PenstockSFTTrainer trains the loss of the model; use: "
+                "PenstockTrainer, which takes a loss of your own"
+            )
         super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
         if self.padding_free:
             config: Any = self.args

@@ -156,8 +156,6 @@ def test_packed_rows_of_one_length():
         {"activation_offloading": True},
         {"loss_type": "dft"},
         {"label_smoothing_factor": 0.1},
-        {"neftune_noise_alpha": 5.0},
-        {"use_liger_kernel": True},
     ],
 )
 def test_refuses_by_name(option, tmp_path):
