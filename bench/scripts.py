@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 import types
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ ROWS: dict[str, tuple[str, str]] = {  # name -> script, arguments
     "cpo": ("trl/examples/scripts/cpo.py", f"{TRL} --dataset_name {{data}}/pairs"),
     "gkd": (
         "trl/examples/scripts/gkd.py",
-        f"{TRL} --dataset_name {{data}}/chats --teacher_model_name_or_path {{models}}/llama --lmbda 0 --max_length 64",
+        f"{TRL} --dataset_name {{data}}/chats --teacher_model_name_or_path {{models}}/teacher --lmbda 0",
     ),
     "peft sft": (
         "peft/examples/sft/train.py",
@@ -152,7 +153,7 @@ def replace_metrics() -> None:
 
     class Metric:
         def compute(self, **given: Any) -> dict[str, Any]:
-            return {name: 0.0 for name in ("accuracy", "f1", "exact_match", "score", "rouge1")}
+            return defaultdict(float, accuracy=0.0)
 
         def add_batch(self, **given: Any) -> None:
             pass
@@ -197,6 +198,10 @@ def make_models(folder: Path, texts: list[str]) -> None:
     )
     size = len(plain)
     ids = {"vocab_size": size, "pad_token_id": 0, "eos_token_id": 3, "bos_token_id": 2}
+    llama = LlamaConfig(
+        **ids, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=256,
+    )  # fmt: skip
     torch.manual_seed(0)
     for name, model in {
         "bert": BertForMaskedLM(BertConfig(
@@ -204,9 +209,8 @@ def make_models(folder: Path, texts: list[str]) -> None:
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
         "gpt2": GPT2LMHeadModel(GPT2Config(
             **ids, n_embd=32, n_layer=2, n_head=2, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
-        "llama": LlamaForCausalLM(LlamaConfig(
-            **ids, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=256)),
+        "llama": LlamaForCausalLM(llama),
+        "teacher": LlamaForCausalLM(llama),
         "t5": T5ForConditionalGeneration(T5Config(
             vocab_size=size, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0,
             decoder_start_token_id=0, pad_token_id=0, eos_token_id=3)),
