@@ -49,7 +49,6 @@ ROWS: dict[str, tuple[str, str]] = {  # name -> script, arguments
         f"{BERT} {CSV} {TRAINER} --text_column_names sentence1,sentence2 --label_column_name label",
     ),
     "run_clm": (f"{PYTORCH}/language-modeling/run_clm.py", f"{GPT2} {TEXT} --block_size 32 {TRAINER}"),
-    "run_fim": (f"{PYTORCH}/language-modeling/run_fim.py", f"{GPT2} {TEXT} --block_size 32 {TRAINER}"),
     "run_mlm": (f"{PYTORCH}/language-modeling/run_mlm.py", f"{BERT} {TEXT} --max_seq_length 32 {TRAINER}"),
     "run_qa": (f"{PYTORCH}/question-answering/run_qa.py", f"{BERT} {QA} {TRAINER}"),
     "run_seq2seq_qa": (f"{PYTORCH}/question-answering/run_seq2seq_qa.py", f"{T5} {QA} {TRAINER}"),
@@ -66,9 +65,6 @@ ROWS: dict[str, tuple[str, str]] = {  # name -> script, arguments
     "run_clm_no_trainer": (
         f"{PYTORCH}/language-modeling/run_clm_no_trainer.py", f"{GPT2} {TEXT} --block_size 32 {LOOP}",
     ),
-    "run_fim_no_trainer": (
-        f"{PYTORCH}/language-modeling/run_fim_no_trainer.py", f"{GPT2} {TEXT} --block_size 32 {LOOP}",
-    ),
     "run_mlm_no_trainer": (
         f"{PYTORCH}/language-modeling/run_mlm_no_trainer.py", f"{BERT} {TEXT} --max_seq_length 32 {LOOP}",
     ),
@@ -83,7 +79,7 @@ ROWS: dict[str, tuple[str, str]] = {  # name -> script, arguments
     "run_ner_no_trainer": (f"{PYTORCH}/token-classification/run_ner_no_trainer.py", f"{BERT} {NER} {LOOP}"),
     "run_swag_no_trainer": (
         f"{PYTORCH}/multiple-choice/run_swag_no_trainer.py",
-        f"{BERT} {SWAG.replace('max_seq_length', 'max_length')} {LOOP}",
+        f"{BERT} {SWAG} {LOOP}",
     ),
     "sft": ("trl/trl/scripts/sft.py", f"{TRL} --dataset_name {{data}}/chats"),
     "dpo": ("trl/trl/scripts/dpo.py", f"{TRL} --dataset_name {{data}}/pairs"),
