@@ -45,7 +45,7 @@ def all_labels():
 
 
 def test_the_count_of_labels_is_that_of_trainer(tmp_path):
-    """Which counts the first label of each row of GPT-2, too."""
+    """`Trainer` counts the first label of each row of GPT-2, too."""
     ours, plain = both(all_labels, tmp_path, eval_strategy="steps", eval_steps=2)
     require_equal(ours, plain)
     torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
