@@ -14,36 +14,26 @@ from rich.console import Console
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
 from ..compiler.plan import Plan
-from ..compiler.report.explain import device_name
+from ..compiler.report.answer import core_lines, line, title_line, wrap_lines
 from ..compiler.report.failures import FailureReport, failure_text
-from ..compiler.report.tiers import AGAIN, PLACES, activations_homes, states_tier, weights_home, weights_tier
 from ..compiler.search.candidate import Candidate
 from ..compiler.search.trial import Trial
-from ..ir import ops
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
-from ..ir.machine.describe import shared_texts
 from ..ir.machine.hardware import Hardware
-from ..ir.units import format_bytes, format_seconds, spell_bytes, time_text
+from ..ir.units import count_text, figure, spell_bytes, time_text
 from ..passes.partition_mip.partition_mip import PartitionMip
 from ..runtime.state.quantised import unquantised_note
-from .compare import figure
 from .figures import Alternative, Figures, SsdWrites, items_per_s
 from .options import JobOptions, PlanOptions, natural_precision, with_ssds
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-LABEL = 12  # characters before a line's text
 MORE_DRAM = 2
-MOST_DEVICES = 4  # that are named
 LORA, SSD = "lora:r=16", "2TB"
 SHORT_S = 3.0  # of computation, for what other passes may suit better
 FASTER = 1.05  # times; less is no advice
 MANY_STAGES = 400  # above which each alternative takes as long as the plan itself
 LEFT_OUT = f"not tried, as a plan of more than {MANY_STAGES} stages takes a while"
 LESS_WEAR = "--dram with more, or --adapter, writes less; --set ssds=N spreads it over N disks"
-BUSY = {  # a device's stream -> what it does while it is busy
-    ops.COMPUTE: "computation on", ops.CPU: "the optimizer on the CPU, for", ops.H2D: "copies from DRAM to",
-    ops.D2H: "copies to DRAM from", ops.READ: "reads from SSD for", ops.WRITE: "writes to SSD for",
-}  # fmt: skip
 
 
 def parse_tokens(text: str) -> float:
@@ -189,33 +179,28 @@ def or_what_fits(miss: DoesNotFit, options: JobOptions, others: list[Alternative
 def answer(options: JobOptions, job: Job, figures: Figures, failures: FailureReport | None = None) -> list[str]:
     """The answer, a line each."""
     plan, item, rate = job.plan, figures.item, figures.items_per_s
-    rows = _many(figures.items, item)
+    rows = count_text(figures.items, item)
     if item == "token":
-        rows = f"{_many(options.batch, 'row')} of {_many(options.sequence, item)}"
+        rows = f"{count_text(options.batch, 'row')} of {count_text(options.sequence, item)}"
     lines = [
-        f"{options.model} on {job.hardware.name}: {rows}, {plan.precision}, plan {plan.hash}",
-        _line("fits", "yes: " + "; ".join([*_peaks(figures), *shared_texts(job.hardware)])),
-        _line("speed", f"{figure(rate)} {item}s a second, a step of {format_seconds(figures.step_s)}"),
-        _line("bound by", f"{_busiest(job.hardware, figures)}; {_gain(figures)}"),
-        _line("plan", _stages(job)),
+        title_line(str(options.model), rows, plan, job.hardware),
+        *core_lines(plan, job.programs, job.hardware, job.simulate(), figures.items, item),
     ]
-    if idle := _idle_devices(job, figures):
-        lines.append(_line("not used", ", ".join(idle)))
     if note := unquantised_note(job.model):
-        lines.append(_line("base", note))
+        lines.append(line("base", note))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
-        lines.append(_line("proof", plan.notes[PartitionMip.name]))
+        lines.append(line("proof", plan.notes[PartitionMip.name]))
     if figures.tokens is not None:
-        lines.append(_line(f"{_short(figures.tokens)} tokens", _duration(figures)))
+        lines.append(line(f"{_short(figures.tokens)} tokens", _duration(figures)))
         worn = [row for row in figures.written if (row.share_of_life or 0.0) > 1]
-        lines += [_line("warning", f"{row.memory} ends before that: {_life(row)}; {LESS_WEAR}") for row in worn]
+        lines += [line("warning", f"{row.memory} ends before that: {_life(row)}; {LESS_WEAR}") for row in worn]
     if failures is not None:
-        lines.append(_line("failures", failure_text(failures)))
-    lines.append(_line("cost", _cost(figures)))
+        lines.append(line("failures", failure_text(failures)))
+    lines.append(line("cost", _cost(figures)))
     if figures.alternatives is None:
-        lines.append(_line("instead", f"{LEFT_OUT}; --alternatives plans a larger batch, more DRAM and others, too"))
+        lines.append(line("instead", f"{LEFT_OUT}; --alternatives plans a larger batch, more DRAM and others, too"))
     lines += _instead(rate, item, figures.alternatives or ())
-    return [*lines, _line("more", "--full: stages, links, rivals; --html FILE: all of it as a page")]
+    return [*lines, line("more", "--full: stages, links, rivals; --html FILE: all of it as a page")]
 
 
 def _instead(rate: float, item: str, others: Sequence[Alternative]) -> Iterator[str]:
@@ -225,73 +210,11 @@ def _instead(rate: float, item: str, others: Sequence[Alternative]) -> Iterator[
     width = max(map(len, faster), default=0)
     for number, text in enumerate(faster):
         said = f"{text:{width}}  {figure(speeds[text])} {item}s a second, {speeds[text] / rate:.2f} times as many"
-        yield _line("instead" if number == 0 else "", said)
+        yield line("instead" if number == 0 else "", said)
     rest = [text for text in speeds if text not in faster]
     rest += [f"{other.options} ({other.reason})" for other in others if other.reason]
     if rest:
-        yield _line("no faster", f"{'; '.join(rest)}; as far as short searches tell")
-
-
-def _line(label: str, text: str) -> str:
-    return f"{label:{LABEL - 1}} {text}"
-
-
-def _peaks(figures: Figures) -> Iterator[str]:
-    """Peaks against budgets; devices with equal figures share one."""
-    alike: dict[str, list[str]] = {}
-    for memory, peak in ((name, num) for name, num in figures.peak_bytes.items() if num):
-        budget = figures.budget_bytes[memory]
-        alike.setdefault(f"{format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})", []).append(memory)
-    for text, names in alike.items():
-        yield f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} {text}"
-
-
-def _busiest(hardware: Hardware, figures: Figures) -> str:
-    """The stream or link that is busiest, in words and by the name that tables give it."""
-    name, link = figures.busiest, hardware.links().get(figures.busiest)
-    if link is not None:
-        text = f"the link {name} from {link.tail} to {link.head}"
-    else:
-        device, _, stream = name.partition(" ")
-        text = f"{BUSY[stream]} {device}" if stream in BUSY else f"the stream {name}"
-    return f"{text}, busy {figures.busy_share:.0%} of a step"
-
-
-def _gain(figures: Figures) -> str:
-    return "no bound is known" if figures.savings is None else figures.savings.text
-
-
-def _stages(job: Job) -> str:
-    """Stages folded: how many, where, and the tiers that they use."""
-    decisions = job.plan.decisions
-    mesh, names = decisions.mesh, list(job.folder.interface.stages)
-    devices = dict.fromkeys(device_name(job.hardware, device, mesh) for device in decisions.devices)
-    where = (" and " if len(devices) == 2 else ", ").join(devices)
-    if len(devices) > MOST_DEVICES:
-        where = f"{next(iter(devices))} and {len(devices) - 1} more"
-    lanes = f"{mesh.describe()}, " if mesh is not None and len(mesh.lanes) > 1 else ""
-    parts = [f"{lanes}{_many(len(names), 'stage')} on {where}, {_many(job.plan.micro_batches, 'micro-batch', 'es')}"]
-
-    def weights(name: str) -> str:
-        sharded = decisions.sharding is not None
-        return weights_tier(decisions, name) if sharded else PLACES[weights_home(decisions, name)]
-
-    for what, tier in (
-        ("weights", weights),
-        ("optimizer states", lambda name: states_tier(decisions, name) or "none"),
-        ("activations", lambda name: AGAIN if name in decisions.rematerialise else "kept"),
-    ):
-        tiers = dict.fromkeys(tier(name) for name in names)
-        parts.append(f"{what} {' or '.join(tiers)}")
-    moved = [PLACES[memory] for memory in activations_homes(decisions)]
-    return "; ".join(parts) + (f", some wait {' and '.join(moved)}" if moved else "")
-
-
-def _idle_devices(job: Job, figures: Figures) -> list[str]:
-    """The devices that a plan without lanes leaves alone; those of lanes have equal work."""
-    if job.plan.decisions.mesh is not None:
-        return []
-    return [device.name for device in job.hardware.devices if not figures.peak_bytes.get(device.name)]
+        yield line("no faster", f"{'; '.join(rest)}; by a short search")
 
 
 def _duration(figures: Figures) -> str:
@@ -317,10 +240,6 @@ def _cost(figures: Figures) -> str:
     return f"{figures.dollars_an_hour:g} $ an hour, {each}{whole}"
 
 
-def _many(count: int, noun: str, ending: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else ending}"
-
-
 def _short(tokens: float) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if tokens >= size:
@@ -329,9 +248,5 @@ def _short(tokens: float) -> str:
 
 
 def print_answer(screen: Console, lines: list[str]) -> None:
-    """Lines that are too long go on below their text."""
-    import textwrap
-
-    for line in lines:
-        for part in textwrap.wrap(line, screen.width, subsequent_indent=" " * LABEL, break_long_words=False) or [""]:
-            screen.print(part, soft_wrap=True)
+    for text in wrap_lines(lines, screen.width):
+        screen.print(text, soft_wrap=True)

@@ -17,7 +17,7 @@ from ..compiler.job.job import Job
 from ..compiler.plan import Plan
 from ..ir.errors import DoesNotFit, HardwareError
 from ..ir.machine.hardware import Hardware
-from ..ir.units import format_bytes, format_seconds
+from ..ir.units import figure, format_bytes, format_seconds
 from .options import JobOptions
 from .tables import table
 
@@ -149,11 +149,6 @@ def _cells(row: MachineRow) -> tuple[str, ...]:
 
 def _figure_or_blank(value: float | None) -> str:
     return "" if value is None else figure(value)
-
-
-def figure(value: float) -> str:
-    """A number with at least three digits, and commas between thousands."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _plan_text(row: MachineRow) -> str:

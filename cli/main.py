@@ -65,28 +65,25 @@ def plan(
     With several --hardware: what each of them makes of the model, and for how much money.
     """
     from ..compiler.planning import sharing
-    from ..compiler.report.failures import failure_report, with_failures
-    from .answer import alternatives as other_plans
-    from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
-    from .figures import Alternative, figures_of
 
-    count = None if shown.tokens is None else parse_tokens(shown.tokens)
     several = len(options.hardware or ()) > 1
-    if several and (out is not None or dump_passes or options.plan is not None or shown.full):
-        raise PlanError("--out, --dump-passes, --plan and --full are for one machine; give one --hardware with them")
-    if options.prove and (several or options.plan is not None):
-        raise PlanError("--prove is for one machine and a plan that is searched; leave it, or --plan, out")
-    if several and (count is not None or shown.price is not None):
-        raise PlanError("--tokens and --price are for the answer about one machine; leave them out")
-    if several and (shown.mtbf is not None or shown.storage is not None):
-        raise PlanError("--mtbf and --storage are for one machine; give one --hardware with them")
-    if count is not None:
-        require_tokens(options)
-    if html is not None:
-        from ..compiler.report.page.write import require_writable
+    if several:
+        _require_one_machine(options, shown, out is not None or dump_passes)
+    if options.prove and options.plan is not None:
+        raise PlanError("--prove is for a plan that is searched; leave it, or --plan, out")
+    with sharing(), working(None if several else options.items) as tell:  # imports alone take seconds
+        from ..compiler.report.failures import failure_report, with_failures
+        from .answer import alternatives as other_plans
+        from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
+        from .figures import Alternative, figures_of
 
-        require_writable(html)
-    with sharing(), working(None if several else options.items) as tell:
+        count = None if shown.tokens is None else parse_tokens(shown.tokens)
+        if count is not None:
+            require_tokens(options)
+        if html is not None:
+            from ..compiler.report.page.write import require_writable
+
+            require_writable(html)
         if several:
             compare(options, as_json, html)
             return
@@ -128,6 +125,17 @@ def plan(
         screen.print(f"written to {out}; next: penstock explain {out}, penstock simulate {out}")
 
 
+def _require_one_machine(options: PlanOptions, shown: AnswerOptions, writes: bool) -> None:
+    """Raise `PlanError` for an option that goes with the answer about one machine only."""
+    given = {
+        "--out or --dump-passes": writes, "--plan": options.plan is not None, "--full": shown.full,
+        "--prove": options.prove, "--tokens": shown.tokens is not None, "--price": shown.price is not None,
+        "--mtbf": shown.mtbf is not None, "--storage": shown.storage is not None,
+    }  # fmt: skip
+    if found := [name for name, is_given in given.items() if is_given]:
+        raise PlanError(f"{', '.join(found)}: for one machine; give one --hardware, or leave {found[0]} out")
+
+
 @app.command(
     epilog="Example: penstock simulate --model t5-3b --hardware rtx4090x4 --batch 8 --sequence 512 --trace step.json"
 )
@@ -139,7 +147,8 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """One training step on the described hardware, without running anything: of a written directory, or of a model."""
-    timeline = _job_of(directory, options).simulate()
+    with working():
+        timeline = _job_of(directory, options).simulate()
     if trace is not None:
         timeline.to_chrome_trace(trace)
     from .tables import console, timeline_json, timeline_tables
@@ -165,9 +174,10 @@ def adapters(
     as_json: AsJson = False,
 ) -> None:
     """Frozen bases (bf16, int8, nf4) and ranks of LoRA that fit a machine, and their speed: one plan for each."""
-    from .adapter_table import adapter_rows, adapter_tables
+    with working() as tell:
+        from .adapter_table import adapter_rows, adapter_tables
 
-    rows = adapter_rows(options, rank or [16])
+        rows = adapter_rows(options, rank or [16], tell)
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=1))
         return
@@ -179,9 +189,16 @@ def adapters(
 
 @app.command(epilog="Example: penstock explain --model gpt2-xl --hardware rtx3090x2 --batch 8 --sequence 1024")
 @takes(JobOptions)
-def explain(options: JobOptions, directory: Written = None) -> None:
-    """Explain a plan: stages, what bounds the step, what would help, the rivals and why they lost."""
-    print(_job_of(directory, options).explain())
+def explain(
+    options: JobOptions,
+    directory: Written = None,
+    full: Annotated[bool, typer.Option("--full", help="all of it: stages, bounds, what would help, rivals")] = False,
+) -> None:
+    """Explain a plan: the answer of `penstock plan`. With --full: stages, what bounds the step, what would help, the
+    rivals and why they lost."""
+    with working(options.items if directory is None else None):
+        text = _job_of(directory, options).explain(full=full)
+    print(text)
 
 
 @app.command(

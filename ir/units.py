@@ -167,6 +167,16 @@ def format_seconds(value: float) -> str:
     return SECONDS.format(value)
 
 
+def figure(value: float) -> str:
+    """A number with at least three digits, and commas between thousands."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def count_text(count: int, noun: str, ending: str = "s") -> str:
+    """ "1 stage" and "2 stages"."""
+    return f"{count} {noun}{'' if count == 1 else ending}"
+
+
 def time_text(seconds: float) -> str:
     """Seconds in the unit that people take: "35 s", "17 minutes", "18.0 hours", "75.0 hours (3.1 days)"."""
     hours = seconds / 3600

@@ -85,12 +85,11 @@ class Job:
 
     # --- what it is
 
-    def explain(self) -> str:
-        """Explain the plan: stages, prediction, bounds, what would help, rivals.
-
-        The first call plans what would help, for up to half a minute.
+    def explain(self, full: bool = False) -> str:
+        """The answer of `penstock plan` in a few lines: memory, speed, bound, plan. `full`: every stage, memory, bound,
+        rival and pass after it, and what would help, whose first call plans for up to half a minute.
         """
-        return self._pages.explain(self._run)
+        return self._pages.explain(self._run, full)
 
     def report(
         self,

@@ -391,6 +391,8 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
     cached = cached_directory(base)
     if cached is not None:
         return _fields(str(cached), download=False)
+    if download and "/" in base and not Path(base).is_dir():  # the dimensions of many are known, weights of none
+        return _download(base)
     known = known_models()
     if alias_of(base) in known:
         model_type, dimensions = known[alias_of(base)]

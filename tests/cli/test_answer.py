@@ -158,8 +158,7 @@ def test_only_what_is_faster_is_advice(job: Job) -> None:
     assert re.sub(r"[\d,]+ tokens", "N tokens", "\n".join(lines)) == (
         "instead     --adapter lora:r=16  N tokens a second, 3.00 times as many\n"
         "            --batch 8            N tokens a second, 1.50 times as many\n"
-        "no faster   --dram 128GB; --precision bf16-true; --batch 16 (does not fit); as far as short "
-        "searches tell"
+        "no faster   --dram 128GB; --precision bf16-true; --batch 16 (does not fit); by a short search"
     )
 
 
@@ -167,7 +166,9 @@ def test_a_card_without_work_and_a_disk_that_will_not_last_are_said(job: Job) ->
     figures = figures_of(options(), job, 1e6, None, [])
     assert not any(line.startswith(("not used", "warning")) for line in answer(options(), job, figures))
     two = Hardware.preset("rtx4090x2")
-    beside: Any = SimpleNamespace(plan=job.plan, folder=job.folder, model=job.model, hardware=two)
+    beside: Any = SimpleNamespace(
+        plan=job.plan, programs=job.programs, simulate=job.simulate, model=job.model, hardware=two
+    )
     disks = (SsdWrites("ssd0", 3e15, 2.5), SsdWrites("ssd1", 3e14, 0.25), SsdWrites("ssd2", 3e14, None))
     lines = answer(options(), beside, replace(figures, written=disks))
     said = {line.split("  ")[0]: line for line in lines}

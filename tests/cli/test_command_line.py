@@ -29,6 +29,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Exit code, stdout and stderr of a command line."""
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("penstock.cli.working.NOTICE_S", 1e6)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
@@ -94,7 +95,7 @@ def test_plan_proves_its_stages_if_asked(run: Run) -> None:
     ("more", "said"),
     [
         (["--strategy", "gpipe"], "only the stages of partition-mip can be proved"),
-        (["--hardware", "rtx4090x1"], "--prove is for one machine"),
+        (["--hardware", "rtx4090x1"], "--prove: for one machine"),
         (["--plan", "plan.json"], "a plan that is searched"),
     ],
 )
@@ -179,13 +180,17 @@ def test_simulate_a_written_directory(run: Run, written: Path, tmp_path: Path) -
 
 def test_explain_a_written_directory(run: Run, written: Path) -> None:
     code, out, _ = run("explain", str(written))
-    assert code == 0
+    assert code == 0 and len(out.splitlines()) <= 12
+    assert out.splitlines()[1].startswith("fits        yes: cpu0") and "rivals" not in out.splitlines()
+    code, whole, _ = run("explain", str(written), "--full")
+    assert code == 0 and whole.startswith(out[: out.index("more  ")])
+    out = whole
     assert "these programs as they are" in out and "computation 2x as fast" in out
 
 
 @pytest.mark.slow
 def test_explain_a_model(run: Run) -> None:
-    code, out, _ = run("explain", "--model", GPT, *GPIPE)
+    code, out, _ = run("explain", "--model", GPT, *GPIPE, "--full")
     assert code == 0
     assert "planned anew" in out and "computation 2x as fast" in out
 
@@ -216,8 +221,8 @@ def test_check_exits_with_1_where_the_plan_differs(run: Run, written: Path, monk
         (["plan", "--model", GPT, *CPU, "--set", "ram=1GB"], "with --hardware cpu there are num_devices"),
         (["plan", "--model", GPT, *CPU, "--optimizer", "adamm"], "try adam"),
         (["plan", "--model", GPT, *CPU, "--tokens", "many"], "--tokens 'many': allowed is a number"),
-        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--tokens", "1M"], "--tokens and --price are for the"),
-        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--price", "1"], "--tokens and --price are"),
+        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--tokens", "1M"], "--tokens: for one machine"),
+        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--price", "1"], "--price: for one machine"),
         (["plan", "--model", GPT, *CPU, "--precision", "fp4"], "allowed are"),
         (["plan", "--model", GPT, *CPU, "--strategy", "mobios"], "did you mean mobius"),
         (["plan", "--model", GPT, *CPU[:-1], "3"], "does not divide the batch of 4"),

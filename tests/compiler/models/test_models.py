@@ -146,6 +146,8 @@ def test_nothing_is_downloaded_unless_asked(tmp_path: Path, monkeypatch: pytest.
     assert not asked
     found = find_model("someone/some-model", download=True)
     assert (asked, found.config.n_embd, found.directory) == (["someone/some-model"], 32, tmp_path)
+    assert find_model("meta-llama/Llama-3.1-8B").directory is None  # its dimensions are known
+    assert find_model("meta-llama/Llama-3.1-8B", download=True).directory == tmp_path
 
 
 def test_dropout_can_be_turned_off() -> None:
