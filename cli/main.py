@@ -53,7 +53,7 @@ def plan(
     options: PlanOptions,
     out: Annotated[Path | None, typer.Option(help="write the programs and the plan to this directory")] = None,
     dump_passes: Annotated[
-        bool, typer.Option("--dump-passes", help="also the programs after each pass: in OUT/passes, or printed")
+        bool, typer.Option("--dump-passes", help="write the programs after each pass to OUT/passes, or print them")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write a page that shows the plan, for a browser")] = None,
     *,
@@ -62,7 +62,7 @@ def plan(
 ) -> None:
     """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way.
 
-    With several --hardware: what each of them makes of the model, and for how much money.
+    With several --hardware: a comparison of their speed and price.
     """
     from ..compiler.planning import sharing
 
@@ -146,7 +146,7 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(help="write a timeline that Perfetto opens")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """One training step on the described hardware, without running anything: of a written directory, or of a model."""
+    """Simulate one training step on the described hardware, of a written directory or of a model. Nothing runs."""
     with working():
         timeline = _job_of(directory, options).simulate()
     if trace is not None:
@@ -170,10 +170,10 @@ def simulate(
 @takes(JobOptions)
 def adapters(
     options: JobOptions,
-    rank: Annotated[list[int] | None, typer.Option(min=1, help="ranks of LoRA; repeatable; without it 16")] = None,
+    rank: Annotated[list[int] | None, typer.Option(min=1, help="rank of LoRA; repeatable; default 16")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Frozen bases (bf16, int8, nf4) and ranks of LoRA that fit a machine, and their speed: one plan for each."""
+    """Compare frozen bases (bf16, int8, nf4) and ranks of LoRA on a machine: a plan and its speed for each."""
     with working() as tell:
         from .adapter_table import adapter_rows, adapter_tables
 
@@ -210,7 +210,7 @@ def check(
     options: JobOptions,
     job: Annotated[Path | None, typer.Option(help="a directory that `penstock plan --out` wrote")] = None,
     steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 3,
-    trust: Annotated[bool, typer.Option("--trust", help="run the files of --job as they are")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="run the files of --job even if they were edited")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train by the plan and by plain PyTorch on the same seeds and compare. Exit code 1 where they differ."""
@@ -239,11 +239,11 @@ def train(
     context: typer.Context,
     options: TrainOptions,
     config: Annotated[Path | None, typer.Argument(help="a YAML file with sections of these options")] = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="print the whole file, and do nothing")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print the whole file and exit")] = False,
 ) -> None:
     """Fine-tune a causal language model, an encoder-decoder or a classifier. Ctrl-C stops it after the step under way.
 
-    An option that is given counts more than the file.
+    An option on the command line overrides the file.
     """
     from .config import config_text, read_config
 
@@ -276,7 +276,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 @app.command(epilog="Example: penstock profile --model gpt2 --hardware auto --batch 4 --sequence 512 --micro-batches 4")
 @takes(JobOptions)
 def profile(options: JobOptions, as_json: AsJson = False) -> None:
-    """Time one block of each kind on this machine: forward, forward that keeps (again), backward, and by the rates."""
+    """Time one block of each kind on this machine, forward and backward, beside the times that the rates predict."""
     from .profile_table import profile_report, profile_tables
     from .tables import console
 
@@ -296,10 +296,10 @@ def show_hardware(
         list[str] | None, typer.Option("--set", help="change a figure, such as dram=4TB; repeatable")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="also time links, disks, matrix products and optimizer (20 s)")
+        bool, typer.Option("--measure", help="also time links, disks, matrix products and the optimizer (20 s)")
     ] = False,
-    save: Annotated[Path | None, typer.Option(help="write it as YAML, for --hardware")] = None,
-    names: Annotated[bool, typer.Option("--list", help="the names of all presets")] = False,
+    save: Annotated[Path | None, typer.Option(help="write the machine as YAML, for --hardware")] = None,
+    names: Annotated[bool, typer.Option("--list", help="print the names of all presets")] = False,
 ) -> None:
     """Describe a machine: this one, a preset, or a YAML document."""
     if names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
@@ -114,7 +115,9 @@ class Job:
         return write_page(path, page) if is_main else Path(path)
 
     def _last_timeline(self) -> Timeline | None:
-        return self.timeline() if self._run.has_stepped else None
+        if not self._run.has_stepped:
+            return None
+        return dataclasses.replace(self.timeline(), peak_bytes=self.last.peak_bytes)  # type: ignore[union-attr]
 
     def _repr_html_(self) -> str:
         """The report, as notebooks show it."""

@@ -59,6 +59,15 @@ def test_help_shows_an_example_that_parses(run: Run, command: str) -> None:
     assert all(option in out[: out.index("Example: ")] for option in options), options
 
 
+@pytest.mark.parametrize("command", ["plan", "train", "adapters"])
+def test_options_are_in_groups(run: Run, command: str) -> None:
+    _, out, _ = run(command, "--help")
+    groups = re.split(r"^╭─ (\w+) ─.*$", out, flags=re.MULTILINE)
+    sizes = {name: len(re.findall(r"^│ +--\w", text, re.MULTILINE)) for name, text in zip(groups[1::2], groups[2::2])}
+    assert {"Model", "Hardware", "Plan", "Optimizer", "Training"} <= sizes.keys()
+    assert max(sizes.values()) <= 15, sizes
+
+
 def test_help_and_mistyped_options_need_no_torch() -> None:
     code = "import sys, penstock.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
