@@ -209,7 +209,7 @@ def _instead(rate: float, item: str, others: Sequence[Alternative]) -> Iterator[
     faster = sorted((text for text in speeds if speeds[text] >= FASTER * rate), key=lambda text: -speeds[text])
     width = max(map(len, faster), default=0)
     for number, text in enumerate(faster):
-        said = f"{text:{width}}  {figure(speeds[text])} {item}s a second, {speeds[text] / rate:.2f} times as many"
+        said = f"{text:{width}}  {figure(speeds[text])} {item}s a second, {speeds[text] / rate:.2f} times the speed"
         yield line("instead" if number == 0 else "", said)
     rest = [text for text in speeds if text not in faster]
     rest += [f"{other.options} ({other.reason})" for other in others if other.reason]

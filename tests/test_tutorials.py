@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -92,8 +93,23 @@ def test_the_page_runs(page: str, tiny: Path, tmp_path: Path, monkeypatch: pytes
         if line.startswith("penstock train"):
             said = run_command(line, tiny, num_devices=2 if page in ON_TWO else 1)
             assert "model in" in said or "adapter in" in said
-    code = code_of(DOCS / f"{page}.md")
-    exec(compile(with_tiny_weights(code, tiny, CARDS[page]), page, "exec"), {})
+    code = code_of(DOCS / f"{page}.md").replace("report_to=[]", "report_to=[], use_cpu=True")
+    exec(compile(with_tiny_weights(code, tiny, CARDS[page]), page, "exec"), {"penstock": penstock})
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.filterwarnings("ignore")
+def test_the_notebook_runs_from_top_to_bottom(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_chats(tmp_path / "chats.jsonl")
+    notebook = json.loads((ROOT / "examples" / "lora_on_one_card.ipynb").read_text("utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    code = with_tiny_weights("\n".join(cells), tiny, {"4090": ONE})
+    names: dict[str, Any] = {}
+    exec(compile(code, "lora_on_one_card.ipynb", "exec"), names)
+    assert len(names["losses"]) == 2 and (tmp_path / "report.html").exists()
+    assert all(not cell.get("outputs") for cell in notebook["cells"])
 
 
 def test_every_option_of_another_tool_leads_to_one_of_ours() -> None:

@@ -82,7 +82,7 @@ def run_command(line: str, model: Path, *, num_devices: int = 1) -> str:
     printed; raises `AssertionError` where it fails."""
     words = shlex.split(line)
     assert words[0] == "penstock"
-    instead = {"--model": str(model), "--hardware": "cpu", "--sequence": "64"}
+    instead = {"--model": str(model), "--hardware": "cpu", "--sequence": "64", "--dram": "2GB"}
     for option, value in instead.items():
         if option in words:
             words[words.index(option) + 1] = value

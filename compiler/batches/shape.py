@@ -151,8 +151,9 @@ class BatchShape:
             assert part_size is not None
             part = f", or the {self.entries(name, part_size)} of this rank's lane in all of them"
         return (
-            f"allowed are {self.entries(name, self.size)} rows{part}. A last batch that is too short is to be dropped "
-            "(DataLoader(drop_last=True)) or filled up; job.sampler(dataset) makes batches of one size"
+            f"allowed are {self.entries(name, self.size)} rows{part}. Drop a short last batch "
+            "(DataLoader(drop_last=True), or dataloader_drop_last=True of TrainingArguments) or fill it up; "
+            "job.sampler(dataset) makes batches of one size"
         )
 
 
