@@ -150,13 +150,14 @@ def run(page: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_the_script_for_hosts_runs_under_torchrun_and_goes_on(tmp_path: Path) -> None:
+def test_the_script_for_hosts_runs_under_torchrun_and_goes_on(tiny: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(code_of(DOCS / "tutorials" / "hosts.md"), "utf-8")
+    code = with_tiny_weights(code_of(DOCS / "tutorials" / "hosts.md"), tiny, {"auto": CPU.format(2, "64MB")})
+    script.write_text(code, "utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script.name]
     run = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
     )
     assert run.returncode == 0, run.stderr
     assert re.findall(r"step (\d+), loss", run.stdout) == ["3", "3"]
-    assert (tmp_path / "checkpoint").exists()
+    assert (tmp_path / "checkpoint").exists() and (tmp_path / "model" / "config.json").exists()
