@@ -14,15 +14,14 @@ from rich.console import Console
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
 from ..compiler.plan import Plan
-from ..compiler.report.answer import core_lines, line, title_line, wrap_lines
+from ..compiler.report.answer import LABEL, answer_lines, line, many
 from ..compiler.report.failures import FailureReport, failure_text
 from ..compiler.search.candidate import Candidate
 from ..compiler.search.trial import Trial
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.units import count_text, figure, spell_bytes, time_text
+from ..ir.units import figure, spell_bytes, time_text
 from ..passes.partition_mip.partition_mip import PartitionMip
-from ..runtime.state.quantised import unquantised_note
 from .figures import Alternative, Figures, SsdWrites, items_per_s
 from .options import JobOptions, PlanOptions, natural_precision, with_ssds
 
@@ -179,15 +178,14 @@ def or_what_fits(miss: DoesNotFit, options: JobOptions, others: list[Alternative
 def answer(options: JobOptions, job: Job, figures: Figures, failures: FailureReport | None = None) -> list[str]:
     """The answer, a line each."""
     plan, item, rate = job.plan, figures.item, figures.items_per_s
-    rows = count_text(figures.items, item)
+    rows = many(figures.items, item)
     if item == "token":
-        rows = f"{count_text(options.batch, 'row')} of {count_text(options.sequence, item)}"
+        rows = f"{many(options.batch, 'row')} of {many(options.sequence, item)}"
+    stages, busiest = job.folder.interface.stages, (figures.busiest, figures.busy_share)
     lines = [
-        title_line(str(options.model), rows, plan, job.hardware),
-        *core_lines(plan, job.programs, job.hardware, job.simulate(), figures.items, item),
+        f"{options.model} on {job.hardware.name}: {rows}, {plan.precision}, plan {plan.hash}",
+        *answer_lines(job.model, plan, job.hardware, stages, (figures.items, item), busiest),
     ]
-    if note := unquantised_note(job.model):
-        lines.append(line("base", note))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
         lines.append(line("proof", plan.notes[PartitionMip.name]))
     if figures.tokens is not None:
@@ -248,5 +246,9 @@ def _short(tokens: float) -> str:
 
 
 def print_answer(screen: Console, lines: list[str]) -> None:
-    for text in wrap_lines(lines, screen.width):
-        screen.print(text, soft_wrap=True)
+    """Lines that are too long go on below their text."""
+    import textwrap
+
+    for text in lines:
+        for part in textwrap.wrap(text, screen.width, subsequent_indent=" " * LABEL, break_long_words=False) or [""]:
+            screen.print(part, soft_wrap=True)

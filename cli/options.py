@@ -115,7 +115,7 @@ class JobOptions:
     ] = 600.0
     head: Annotated[
         str | None,
-        typer.Option(help="causal-lm, classification, seq2seq, image-classification, image-text; default: by the model"),
+        typer.Option(help="causal-lm, classification, seq2seq, image-classification or image-text; default: by model"),
     ] = None
     labels: Annotated[int | None, typer.Option(min=1, help="number of classes of a classifier")] = None
     adapter: Annotated[
@@ -385,7 +385,7 @@ class TrainOptions(JobOptions):
     ] = False
     gguf: Annotated[
         str | None,
-        typer.Option(help="at the end also OUT/model/model.gguf, for llama.cpp: f16, bf16, q8_0 or f32"),
+        typer.Option(help="also write OUT/model/model.gguf, for llama.cpp: f16, bf16, q8_0 or f32"),
     ] = None
     log: Annotated[
         list[str] | None,
@@ -563,7 +563,7 @@ def _options_of(group: type) -> list[inspect.Parameter]:
         kept, option = get_args(hints[field.name])
         option = copy.copy(option)
         option.rich_help_panel = sections.get(field.name, "answer" if group is AnswerOptions else "plan").capitalize()
-        annotation = Annotated[kept, option]
+        annotation = Annotated[kept, option]  # type: ignore[valid-type]
         found.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
     return found
 

@@ -29,10 +29,11 @@ from ..compiler.job.job import Job
 from ..compiler.job.preflight import own_device, require_kind_of_machine
 from ..compiler.job.run import ABSENT
 from ..compiler.models.named import SEES
+from ..compiler.report.answer import many
 from ..compiler.search.offer import Offer
 from ..data.rows import Rows, evaluation_batches
 from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
-from ..ir.units import count_text, format_seconds
+from ..ir.units import format_seconds
 from ..runtime.state.checkpoint import find_latest, remove_oldest
 from ..runtime.state.durable import Lock
 from ..training.broadcast import Broadcast, facts_of, telling
@@ -93,7 +94,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
             job = compile_task(planned, task, hardware)
-        stages = count_text(len(job.plan.decisions.stages), "stage")
+        stages = many(len(job.plan.decisions.stages), "stage")
         screen.print(f"{job.plan.model} on {job.plan.hardware}: {stages}, plan {job.plan.hash}", soft_wrap=True)
         if is_main:
             job.write(options.out / "programs")

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from ..ir.units import figure
-
 SEARCH = "penstock.compiler.search"  # the logger that tells of every plan that was tried
-NOTICE_S = 3.0  # until a pipe hears of planning, libraries of seconds included
+NOTICE_S = 2.0  # until a pipe hears of planning, libraries of seconds included
 Items = Callable[[], tuple[int, str]]  # the number of items of a step, and the word for one
 
 
@@ -30,6 +28,8 @@ class _Line(logging.Handler):
 
 def answer_so_far(best_s: float, bound_s: float, number: int, item: str) -> str:
     """That a plan fits, and the rates between which the last answer is: of the best step so far, and of the bound."""
+    from ..ir.units import figure
+
     least, most = figure(number / best_s), f" and {figure(number / bound_s)}" if bound_s > 0 else " or more"
     return f"fits; {'between ' if bound_s > 0 else ''}{least}{most} {item}s a second; so far "
 

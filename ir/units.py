@@ -162,19 +162,14 @@ def format_flops(value: float) -> str:
     return FLOPS.format(value)
 
 
-def format_seconds(value: float) -> str:
-    """A time for people: "41.2 ms"."""
-    return SECONDS.format(value)
-
-
 def figure(value: float) -> str:
     """A number with at least three digits, and commas between thousands."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def count_text(count: int, noun: str, ending: str = "s") -> str:
-    """ "1 stage" and "2 stages"."""
-    return f"{count} {noun}{'' if count == 1 else ending}"
+def format_seconds(value: float) -> str:
+    """A time for people: "41.2 ms"."""
+    return SECONDS.format(value)
 
 
 def time_text(seconds: float) -> str:

@@ -15,7 +15,7 @@ from ...runtime.source.trust import Trust
 from ..folder import Folder
 from ..pipeline import PassRecord
 from ..replanner import Replanner
-from ..report.answer import brief_lines, wrap_lines
+from ..report.brief import brief_text
 from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..report.graphs import graphs_text
@@ -59,8 +59,8 @@ class Pages:
         answer = ""
         if plan.predicted is not None:
             timeline = simulate_here(self.programs, hardware, plan.precision)
-            lines = brief_lines(plan, self.programs, hardware, timeline, known.batch)
-            answer = "\n".join(wrap_lines(lines if not full else lines[:-1]))
+            stages = list(folder.interface.stages)
+            answer = brief_text(run.model, plan, hardware, stages, timeline, known.batch, full)
         if answer and not full:
             return answer
         self.learn_helps()

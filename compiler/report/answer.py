@@ -1,27 +1,21 @@
-"""The answer about a plan in a few lines: whether it fits, how fast it is, what bounds it, and where its parts are.
-
-`penstock plan` prints these lines with costs and alternatives, `explain` prints them before everything else.
-"""
+"""The first lines of an answer about a plan: does it fit, how fast is it, what bounds it, where its stages are."""
 
 from __future__ import annotations
 
-import math
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
+
+from torch import nn
 
 from ...ir import ops
 from ...ir.machine.describe import shared_texts
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Program
-from ...ir.units import count_text, figure, format_bytes, format_seconds
-from ...runtime.simulate import Timeline
-from ..folder import BatchRow
-from ..plan import Plan
+from ...ir.units import figure, format_bytes, format_seconds
+from ...runtime.state.quantised import unquantised_note
+from ..plan import Plan, Prediction
 from .explain import device_name
 from .tiers import AGAIN, PLACES, activations_homes, states_tier, weights_home, weights_tier
 
 LABEL = 12  # characters before a line's text
-WIDTH = 118
 MOST_DEVICES = 4  # that are named
 BUSY = {  # a device's stream -> what it does while it is busy
     ops.COMPUTE: "computation on", ops.CPU: "the optimizer on the CPU, for", ops.H2D: "copies from DRAM to",
@@ -29,69 +23,55 @@ BUSY = {  # a device's stream -> what it does while it is busy
 }  # fmt: skip
 
 
+def answer_lines(
+    model: nn.Module,
+    plan: Plan,
+    hardware: Hardware,
+    stages: Collection[str],
+    items: tuple[int, str],
+    busiest: tuple[str, float],
+) -> list[str]:
+    """The lines, labelled. `stages`: their names; `items`: how many a step takes, and the word for one; `busiest`: the
+    stream or link that is busy for the largest share of a step, and that share."""
+    predicted, (number, item) = plan.predicted, items
+    assert predicted is not None
+    step_s = predicted.step_s
+    bound = f"{_busiest(hardware, *busiest)}; {_gain(predicted)}"
+    lines = [
+        line("fits", "yes: " + "; ".join([*_peaks(predicted), *shared_texts(hardware)])),
+        line("speed", f"{figure(number / step_s)} {item}s a second, a step of {format_seconds(step_s)}"),
+        line("bound by", bound),
+        line("plan", _stages(plan, hardware, stages)),
+    ]
+    if idle := _idle_devices(plan, hardware, predicted.peak_bytes):
+        lines.append(line("not used", ", ".join(idle)))
+    if note := unquantised_note(model):
+        lines.append(line("base", note))
+    return lines
+
+
 def line(label: str, text: str) -> str:
     return f"{label:{LABEL - 1}} {text}"
 
 
-def wrap_lines(lines: Iterable[str], width: int = WIDTH) -> list[str]:
-    """Lines that are too long go on below their text."""
-    wrapped = (textwrap.wrap(text, width, subsequent_indent=" " * LABEL, break_long_words=False) for text in lines)
-    return [part for parts in wrapped for part in parts or [""]]
+def many(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
-def title_line(model: str, rows: str, plan: Plan, hardware: Hardware) -> str:
-    return f"{model} on {hardware.name}: {rows}, {plan.precision}, plan {plan.hash}"
-
-
-def core_lines(
-    plan: Plan, programs: Sequence[Program], hardware: Hardware, timeline: Timeline, items: int, item: str
-) -> list[str]:
-    """The lines on memory, speed, bound and plan. `items`: tokens, images or rows of a step, whose word is `item`."""
-    assert plan.predicted is not None
-    step_s = plan.predicted.step_s
-    lines = [
-        line("fits", "yes: " + "; ".join([*_peaks(plan), *shared_texts(hardware)])),
-        line("speed", f"{figure(items / step_s)} {item}s a second, a step of {format_seconds(step_s)}"),
-        line("bound by", f"{_busiest(hardware, timeline)}; {_gain(plan)}"),
-        line("plan", _stages(plan, hardware, list(programs[0].interface.stages))),
-    ]
-    if idle := _idle_devices(plan, hardware):
-        lines.append(line("not used", ", ".join(idle)))
-    return lines
-
-
-def brief_lines(
-    plan: Plan, programs: Sequence[Program], hardware: Hardware, timeline: Timeline, batch: Sequence[BatchRow]
-) -> list[str]:
-    """The answer for a job whose batch has these tensors."""
-    shapes = [shape for name, shape, _ in batch if name.endswith("input_ids") and len(shape) == 2]
-    rows = next((shape[0] for _, shape, _ in batch if shape), 1)
-    text, items, item = count_text(rows, "row"), rows, "row"
-    if shapes:
-        items, item = sum(map(math.prod, shapes)), "token"
-        text += f" of {count_text(items // rows, item)}"
-    return [
-        title_line(plan.model, text, plan, hardware),
-        *core_lines(plan, programs, hardware, timeline, items, item),
-        line("more", "explain with full=True (--full): stages, memories, bounds, what would help, rivals, passes"),
-    ]
-
-
-def _peaks(plan: Plan) -> Iterator[str]:
+def _peaks(predicted: Prediction) -> Iterator[str]:
     """Peaks against budgets; devices with equal figures share one."""
-    assert plan.predicted is not None
     alike: dict[str, list[str]] = {}
-    for memory, peak in ((name, num) for name, num in plan.predicted.peak_bytes.items() if num):
-        budget = plan.predicted.budget_bytes[memory]
+    for memory, peak in ((name, num) for name, num in predicted.peak_bytes.items() if num):
+        budget = predicted.budget_bytes[memory]
         alike.setdefault(f"{format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})", []).append(memory)
     for text, names in alike.items():
         yield f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} {text}"
 
 
-def _busiest(hardware: Hardware, timeline: Timeline) -> str:
+def _busiest(hardware: Hardware, name: str, share: float) -> str:
     """The stream or link that is busiest, in words and by the name that tables give it."""
-    name, share = timeline.bottleneck()
-    if (link := hardware.links().get(name)) is not None:
+    link = hardware.links().get(name)
+    if link is not None:
         text = f"the link {name} from {link.tail} to {link.head}"
     else:
         device, _, stream = name.partition(" ")
@@ -99,22 +79,19 @@ def _busiest(hardware: Hardware, timeline: Timeline) -> str:
     return f"{text}, busy {share:.0%} of a step"
 
 
-def _gain(plan: Plan) -> str:
-    savings = plan.predicted.savings if plan.predicted is not None else None
-    return "no bound is known" if savings is None else savings.text
+def _gain(predicted: Prediction) -> str:
+    return "no bound is known" if predicted.savings is None else predicted.savings.text
 
 
-def _stages(plan: Plan, hardware: Hardware, names: Sequence[str]) -> str:
+def _stages(plan: Plan, hardware: Hardware, names: Collection[str]) -> str:
     """Stages folded: how many, where, and the tiers that they use."""
-    decisions = plan.decisions
-    mesh = decisions.mesh
+    decisions, mesh = plan.decisions, plan.decisions.mesh
     devices = dict.fromkeys(device_name(hardware, device, mesh) for device in decisions.devices)
     where = (" and " if len(devices) == 2 else ", ").join(devices)
     if len(devices) > MOST_DEVICES:
         where = f"{next(iter(devices))} and {len(devices) - 1} more"
     lanes = f"{mesh.describe()}, " if mesh is not None and len(mesh.lanes) > 1 else ""
-    micro_batches = count_text(plan.micro_batches, "micro-batch", "es")
-    parts = [f"{lanes}{count_text(len(names), 'stage')} on {where}, {micro_batches}"]
+    parts = [f"{lanes}{many(len(names), 'stage')} on {where}, {many(plan.micro_batches, 'micro-batch', 'es')}"]
 
     def weights(name: str) -> str:
         sharded = decisions.sharding is not None
@@ -131,8 +108,8 @@ def _stages(plan: Plan, hardware: Hardware, names: Sequence[str]) -> str:
     return "; ".join(parts) + (f", some wait {' and '.join(moved)}" if moved else "")
 
 
-def _idle_devices(plan: Plan, hardware: Hardware) -> list[str]:
+def _idle_devices(plan: Plan, hardware: Hardware, peak_bytes: Mapping[str, int]) -> list[str]:
     """The devices that a plan without lanes leaves alone; those of lanes have equal work."""
-    if plan.decisions.mesh is not None or plan.predicted is None:
+    if plan.decisions.mesh is not None:
         return []
-    return [device.name for device in hardware.devices if not plan.predicted.peak_bytes.get(device.name)]
+    return [device.name for device in hardware.devices if not peak_bytes.get(device.name)]

@@ -166,9 +166,7 @@ def test_a_card_without_work_and_a_disk_that_will_not_last_are_said(job: Job) ->
     figures = figures_of(options(), job, 1e6, None, [])
     assert not any(line.startswith(("not used", "warning")) for line in answer(options(), job, figures))
     two = Hardware.preset("rtx4090x2")
-    beside: Any = SimpleNamespace(
-        plan=job.plan, programs=job.programs, simulate=job.simulate, model=job.model, hardware=two
-    )
+    beside: Any = SimpleNamespace(plan=job.plan, folder=job.folder, model=job.model, hardware=two)
     disks = (SsdWrites("ssd0", 3e15, 2.5), SsdWrites("ssd1", 3e14, 0.25), SsdWrites("ssd2", 3e14, None))
     lines = answer(options(), beside, replace(figures, written=disks))
     said = {line.split("  ")[0]: line for line in lines}

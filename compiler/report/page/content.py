@@ -11,12 +11,12 @@ from typing import Any
 from ....ir import ops
 from ....ir.machine.hardware import Hardware
 from ....ir.program import Program, place_of
-from ....ir.units import count_text
 from ....runtime.simulate import Timeline
 from ...folder import Folder
 from ...plan import Plan, Rival
 from ...search.what_helps import Help
 from ...steps import simulate_here
+from ..answer import many
 from ..explain import device_name
 from ..tiers import activations_tier, states_tier, weights_home, weights_text
 from ..wear import wear_of
@@ -188,5 +188,5 @@ def difference(plan: Plan, rival: Rival) -> str:
     without = ", ".join(text for text in own if text not in other)
     parts = [f"{word} {text}" for word, text in (("with", with_text), ("without", without)) if text]
     if rival.micro_batches not in (None, plan.micro_batches):
-        parts.append(f"{count_text(rival.micro_batches or 0, 'micro-batch', 'es')} instead of {plan.micro_batches}")
+        parts.append(f"{many(rival.micro_batches or 0, 'micro-batch', 'es')} instead of {plan.micro_batches}")
     return "; ".join(parts)
