@@ -36,7 +36,7 @@ CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit
     "bench": (1, 0, 0, 1, 0, 0, 1, 0),
     "docs": (0, 0, 0, 4, 5, 0, 14, 0),
     "examples": (0, 0, 0, 0, 0, 0, 1, 0),
-    "tests": (56, 53, 45, 76, 35, 0, 108, 0),
+    "tests": (56, 53, 45, 76, 33, 0, 108, 0),
     ".": (0, 0, 0, 0, 0, 0, 0, 0),
 }
 FIRST_PAGES = ["README.md", "AGENTS.md", "docs/index.md"]
