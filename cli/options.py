@@ -115,7 +115,7 @@ class JobOptions:
     ] = 600.0
     head: Annotated[
         str | None,
-        typer.Option(help="causal-lm, classification, seq2seq, image-classification or image-text; default: by model"),
+        typer.Option(help="causal-lm, classification, seq2seq, image-classification, image-text; default: by model"),
     ] = None
     labels: Annotated[int | None, typer.Option(min=1, help="number of classes of a classifier")] = None
     adapter: Annotated[
