@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +26,8 @@ def unsaved_buffers(model: nn.Module) -> set[str]:
 
 
 def meta_twin(model: nn.Module) -> nn.Module:
-    """A copy of the model with all tensors on meta; it keeps the ties.
-
-    Methods in attributes are shared: PEFT keeps one of the base as it was before its layers were replaced.
-    """
-    memo: dict[int, Any] = {
-        id(value): value for module in model.modules() for value in vars(module).values() if inspect.ismethod(value)
-    }
+    """A copy of the model with all tensors on meta; it keeps the ties."""
+    memo: dict[int, Tensor] = {}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     for b in model.buffers():
