@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from torch import fx
+
 from ..graph.opgraph import OpGraph
+from ..ir.errors import PassError
 from ..ir.machine.hardware import Hardware
-from ..ir.program import Program, Sizes, StageSpec
+from ..ir.program import Program, Sizes, StageSpec, why_unlike
 from .capture.prologue.prologue import Prologue
 from .folder import Printed, print_all
 from .plan import Plan
@@ -24,11 +27,16 @@ from .search.what_helps import Help, what_helps
 class AnyGraphs(Protocol):
     """The op graphs of micro-batches: `Graphs`."""
 
+    @property
+    def prologue(self) -> Prologue | None: ...
+
     def __call__(self, count: int) -> OpGraph: ...
 
     def with_sizes(self, sizes: Sizes) -> AnyGraphs: ...
 
     def anew(self) -> AnyGraphs: ...
+
+    def of_form(self, micro_batch: Mapping[str, Any], count: int) -> AnyGraphs: ...
 
     def forget(self) -> None: ...
 
@@ -67,9 +75,24 @@ class Replanner:
         best = self._search(self.graphs.anew())
         return print_all(best.draft, best.evaluation, self.plan)
 
-    def _search(self, graphs: AnyGraphs) -> CompiledCandidate:
+    def print_form(self, micro_batch: Mapping[str, Any]) -> tuple[Prologue, Printed]:
+        """The prologue of micro-batches of another form, of which this is one, and the text of the plan for them.
+        Raises what `compile` does, and `PassError` where the plan's programs cannot run them."""
+        assert self.prologue is not None
+        graphs = self.graphs.of_form(micro_batch, self.plan.micro_batches)
+        decisions = self.plan.decisions.model_copy(update={"blocks": None})  # of other numbers of nodes
+        best = self._search(graphs, self.plan.model_copy(update={"decisions": decisions}))
+        unlike = why_unlike(self.programs[0].interface, best.draft.programs[0].interface)
+        steps = [[_op_text(node) for p in each for node in p.ops()] for each in (self.programs, best.draft.programs)]
+        if unlike or steps[0] != steps[1]:
+            raise PassError(unlike or "the steps move other values")
+        prologue = graphs.prologue
+        assert prologue is not None
+        return prologue, print_all(best.draft, best.evaluation, self.plan)
+
+    def _search(self, graphs: AnyGraphs, plan: Plan | None = None) -> CompiledCandidate:
         options = dataclasses.replace(self.wishes.options, profiler=None)
-        wishes = dataclasses.replace(self.wishes, options=options, decided=self.plan, dump=None)
+        wishes = dataclasses.replace(self.wishes, options=options, decided=plan or self.plan, dump=None)
         with planning():
             return search(graphs, self.machine, wishes).best
 
@@ -79,3 +102,9 @@ class Replanner:
         with planning():
             yield
         self.graphs.forget()
+
+
+def _op_text(node: fx.Node) -> tuple[Any, ...]:
+    """The device, op and micro-batch, without the names of its values."""
+    fields = node.kwargs
+    return node.target, *(fields.get(name) for name in ("micro_batch", "src", "dst", "group", "keep"))

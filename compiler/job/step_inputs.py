@@ -22,10 +22,12 @@ from ..batches.shape import as_dicts
 from ..folder import COUNTS_FILE, Folder
 from ..packing.borders import POSITIONS, most_documents
 from ..packing.limit import DocumentLimit
+from .any_size import MicroBatch
 from .bad_values import PickCheck
 from .changes.model import Taken
 from .counts import BatchCounts, Counts, LossWeight, counts_spec, merge_lanes, mini_batches, open_counts, rows_of
 from .feed import PART, WHOLE
+from .forms import Forms
 from .run import JobRun
 from .state import whole_state
 
@@ -43,10 +45,10 @@ class ReadBatch:
 
 class StepInputs:
     """The inputs of a run's steps. `loss_weight`: the user's own count of a micro-batch. `taken`: what the plan took
-    from the model, which must still be so."""
+    from the model, which must still be so. `forms`: of micro-batches, where the devices can run several."""
 
-    def __init__(self, run: JobRun, loss_weight: LossWeight | None, taken: Taken):
-        folder, self.taken = run.folder, taken
+    def __init__(self, run: JobRun, loss_weight: LossWeight | None, taken: Taken, forms: Forms | None):
+        folder, self.taken, self.forms = run.folder, taken, forms
         self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
         self.interface, self.rules = folder.interface, folder.settings.counts
         self._counter: BatchCounts | None = None
@@ -95,6 +97,8 @@ class StepInputs:
         alone = self.run.folder.settings.one_document
         if alone and most_documents(batch):
             raise BatchError(f"batch[{POSITIONS!r}] {alone}")
+        if self.forms is not None and batch is not None and (read := self.forms.read(batch)) is not None:
+            return self._read_forms(self.forms, read)
         if self.feed.any_sizes is None:
             leaves, kind = self.feed.read(function, batch, needed)
             if self.documents is not None and self.documents.positions in leaves:
@@ -118,10 +122,19 @@ class StepInputs:
         if kind == WHOLE and self.feed.device is not None:
             own = self.feed.micro_batches
             parts, sizes = parts[own.start : own.stop], sizes[own.start : own.stop]
-        counts = None
-        if self.rules.divisors and leaves.keys() >= set(self.rules.inputs):
-            counts = [row for part in parts for row in self.counter().count(part.batch, part.leaves, 1)]
+        counts = self._counts_of(parts) if leaves.keys() >= set(self.rules.inputs) else None
         return ReadBatch(leaves, kind, counts, sizes)
+
+    def _read_forms(self, forms: Forms, parts: Sequence[MicroBatch]) -> ReadBatch:
+        """The batch of these micro-batches, whose forms may differ."""
+        for number, part in enumerate(parts):
+            self.picks.check(part.leaves, 1, number, 1)
+        return ReadBatch(forms.pack(parts), WHOLE, self._counts_of(parts), [[*part.sizes.values()] for part in parts])
+
+    def _counts_of(self, parts: Sequence[MicroBatch]) -> Counts | None:
+        if not self.rules.divisors:
+            return None
+        return [row for part in parts for row in self.counter().count(part.batch, part.leaves, 1)]
 
     def _inputs(
         self,
@@ -205,7 +218,7 @@ class StepInputs:
 
     def _sizes(self, rows: Sequence[list[list[int]] | None], kind: str) -> dict[str, Tensor]:
         """The sizes of the micro-batches of this kind of batch, where they differ."""
-        if self.feed.any_sizes is None:
+        if self.feed.any_sizes is None and rows[0] is None:
             return {}
         found = rows[0] if self.feed.device is None else merge_lanes(rows, self.interface, "a batch")
         return self._part_of({SIZES: torch.tensor(found, dtype=torch.int64)}, kind)
