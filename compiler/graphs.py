@@ -119,7 +119,8 @@ class Graphs:
 
     def _capture(self, count: int) -> OpGraph:
         request = self.request
-        is_whole = request.batch.shape.size == 1 and not self.accumulate
+        is_alone = request.prologue is not None and request.prologue.apart  # rows of other micro-batches never meet it
+        is_whole = is_alone or (request.batch.shape.size == 1 and not self.accumulate)
         with hide_marks(request.model):
             graph = rewrite_loss(self._graph(count), request.loss_weight is not None, is_whole)
         if request.batch.documents:

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Form:
     prologue: Prologue
     interface: Interface
     files: RunSetup | None = None
+    directory: Path | None = None
     used: int = 0  # when it came last
 
     def read(self, shape: BatchShape, micro_batch: Mapping[str, Any], total: int) -> dict[str, Tensor]:
@@ -95,7 +97,9 @@ class Forms:
         if isinstance(batch, Mapping) and len(parts) > 1:
             self._require_rows_apart(batch, [form for form, _ in found], parts)
         self._load([form for form, _ in found])
-        return [MicroBatch(part, leaves, {FORM: form.number}) for part, (form, leaves) in zip(parts, found)]
+        return [
+            MicroBatch(part, leaves, {FORM: form.number}, form.directory) for part, (form, leaves) in zip(parts, found)
+        ]
 
     def pack(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Each input of these micro-batches, at its place in one tensor with room for the largest of each."""
@@ -149,7 +153,9 @@ class Forms:
         """Raises `BatchError` where the plan's programs cannot run it."""
         begun_s, what = time.perf_counter(), self._text(micro_batch)
         try:
-            prologue, printed = self.replanner.print_form(micro_batch)
+            settings = self.run.folder.settings
+            found = self.replanner.print_form(micro_batch, (settings.counts, settings.picks))
+            printed = found.printed
             room = with_room(self.room, printed.interface)
             self._require_memory(room)
         except (DoesNotFit, VerifyError) as error:
@@ -169,7 +175,7 @@ class Forms:
             self._scratch = scratch.temporary("forms")
         folder = replace(
             self.run.folder, interface=printed.interface, files=printed.files, smaller=printed.smaller,
-            constants=printed.constants,
+            counts=found.counts, constants=printed.constants,
         )  # fmt: skip
         directory = folder.write(self._scratch.path / f"form{number}")
         self.room = room
@@ -179,7 +185,7 @@ class Forms:
             stacklevel=7,
         )
         setup = replace(self.run.setup(directory), interface=printed.interface)
-        return Form(number, prologue, printed.interface, setup, self._time)
+        return Form(number, found.prologue, printed.interface, setup, directory, self._time)
 
     def _require_memory(self, room: Interface) -> None:
         """Raise `VerifyError` where programs with this room take more than a memory has."""

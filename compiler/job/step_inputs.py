@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ class StepInputs:
         folder, self.taken, self.forms = run.folder, taken, forms
         self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
         self.interface, self.rules = folder.interface, folder.settings.counts
-        self._counter: BatchCounts | None = None
-        self._picks: PickCheck | None = None
+        self._counters: dict[Path | None, BatchCounts] = {}  # by the folder of a form
+        self._picks: dict[Path | None, PickCheck] = {}
         self.documents = DocumentLimit.from_plan(folder.plan)
 
     def for_step(self, batch: Any) -> dict[str, Tensor]:
@@ -113,7 +114,7 @@ class StepInputs:
         for part in parts:
             name, value = next(iter(part.leaves.items()))
             rows = len(value) * self.feed.shape.size // self.feed.shape.entries(name, self.feed.shape.size)
-            self.picks.check(part.leaves, 1, first, rows)
+            self.picks().check(part.leaves, 1, first, rows)
             first += rows
         if self.documents is not None and all(self.documents.positions in part.leaves for part in parts):
             self.documents.check([part.leaves[self.documents.positions] for part in parts])
@@ -128,13 +129,13 @@ class StepInputs:
     def _read_forms(self, forms: Forms, parts: Sequence[MicroBatch]) -> ReadBatch:
         """The batch of these micro-batches, whose forms may differ."""
         for number, part in enumerate(parts):
-            self.picks.check(part.leaves, 1, number, 1)
+            self.picks(part.files).check(part.leaves, 1, number, 1)
         return ReadBatch(forms.pack(parts), WHOLE, self._counts_of(parts), [[*part.sizes.values()] for part in parts])
 
     def _counts_of(self, parts: Sequence[MicroBatch]) -> Counts | None:
         if not self.rules.divisors:
             return None
-        return [row for part in parts for row in self.counter().count(part.batch, part.leaves, 1)]
+        return [row for part in parts for row in self.counter(part.files).count(part.batch, part.leaves, 1)]
 
     def _inputs(
         self,
@@ -164,33 +165,34 @@ class StepInputs:
         here = programs if device is None else [programs[place_of(self.interface, device)[1]]]
         return self.inputs_for(set().union(*(loaded_names(program) for program in here)))
 
-    def counter(self) -> BatchCounts:
-        if self._counter is None:
-            self._counter = self._new_counter()
-        return self._counter
+    def counter(self, files: Path | None = None) -> BatchCounts:
+        """`files`: the folder of a form; None for the job's own."""
+        if files not in self._counters:
+            self._counters[files] = self._new_counter(files)
+        return self._counters[files]
 
-    def _new_counter(self) -> BatchCounts:
+    def _new_counter(self, files: Path | None) -> BatchCounts:
         """Counts batches with the running devices' buffers (class weights). Under torchrun it asks other ranks."""
         if not self.rules.means:
             return BatchCounts(self.rules, loss_weight=self.loss_weight)
         run, driver = self.run, self.run.driver
-        assert run.directory is not None
+        folder = files or run.directory
+        assert folder is not None
         buffers = counted_buffers(run.folder, driver, run.source)
-        return BatchCounts.from_file(run.folder.settings, run.directory / COUNTS_FILE, buffers, run.trust)
+        return BatchCounts.from_file(run.folder.settings, folder / COUNTS_FILE, buffers, run.trust)
 
-    @property
-    def picks(self) -> PickCheck:
-        """The check of a batch's numbers. Starts the devices, with which its file is written."""
-        if self._picks is None:
+    def picks(self, files: Path | None = None) -> PickCheck:
+        """The check of a batch's numbers. Starts the devices, with which its file is written. `files`: as above."""
+        if files not in self._picks:
             run, settings, made = self.run, self.run.folder.settings, None
-            if settings.picks.bounds and run.driver and run.directory is not None:
-                made = open_counts(settings, run.directory / COUNTS_FILE, run.trust)["picks"]()
-            self._picks = PickCheck(settings.picks, made)
-        return self._picks
+            if settings.picks.bounds and run.driver and (folder := files or run.directory) is not None:
+                made = open_counts(settings, folder / COUNTS_FILE, run.trust)["picks"]()
+            self._picks[files] = PickCheck(settings.picks, made)
+        return self._picks[files]
 
     def forget(self) -> None:
-        """Make the counter anew for the next batch: the devices may have other buffers."""
-        self._counter = None
+        """Make the counters anew for the next batch: the devices may have other buffers."""
+        self._counters.clear()
 
     def _stage_inputs(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in leaves.items() if name in self.interface.batch}
@@ -202,7 +204,7 @@ class StepInputs:
         if len(feed.rows) < feed.shape.size and kind == WHOLE:
             batch, leaves = rows_of((batch, leaves), feed.rows, feed.shape.size)
             first = feed.rows.start
-        self.picks.check(leaves, len(feed.micro_batches), first, len(feed.rows))
+        self.picks().check(leaves, len(feed.micro_batches), first, len(feed.rows))
         if not self.rules.divisors or not leaves.keys() >= set(self.rules.inputs):
             return None
         return self.counter().count(batch, leaves, len(feed.micro_batches))

@@ -37,8 +37,6 @@ def _differences(first: Interface, other: Interface) -> Iterator[str]:
             yield f"{name} uses other parameters"
         if [_links(a, values[0]), _kinds(a)] != [_links(b, values[1]), _kinds(b)]:
             yield f"{name} takes or gives other values"
-        if [saved.name for saved in a.saved] != [saved.name for saved in b.saved]:
-            yield f"{name} has other costly calls"
 
 
 def _values_of(interface: Interface) -> dict[str, Any]:
@@ -83,6 +81,7 @@ def _stage_with_room(a: StageSpec, b: StageSpec) -> StageSpec:
         if type(getattr(a, field.name)) in (int, float) and field.name != "weight_share"
     }
     extras = {output.name: output for output in b.extra_outputs}
+    saved_bytes = {saved.name: saved.bytes for saved in b.saved}
     again = a.again
     if again is not None and b.again is not None:
         again = replace(again, workspace_bytes=max(again.workspace_bytes, b.again.workspace_bytes))
@@ -95,7 +94,7 @@ def _stage_with_room(a: StageSpec, b: StageSpec) -> StageSpec:
         inputs=tuple(map(_larger, a.inputs, b.inputs)),
         outputs=tuple(map(_larger, a.outputs, b.outputs)),
         extra_outputs=tuple(_larger(output, extras.get(output.name, output)) for output in a.extra_outputs),
-        saved=tuple(replace(x, bytes=max(x.bytes, y.bytes)) for x, y in zip(a.saved, b.saved)),
+        saved=tuple(replace(x, bytes=max(x.bytes, saved_bytes.get(x.name, 0))) for x in a.saved),
         again=again,
         unpacked=unpacked,
     )
