@@ -90,7 +90,7 @@ class Replanner:
     def print_form(self, micro_batch: Mapping[str, Any], rules: tuple[CountRules, PickRules]) -> PrintedForm:
         """The plan's text for micro-batches of another form, of which this is one. `rules`: what the programs count
         and check. Raises what `compile` does, and `PassError` where the plan's programs cannot run them."""
-        count = self.plan.micro_batches
+        count = self.programs[0].interface.total_micro_batches
         graphs = self.graphs.of_form(micro_batch, count)
         decisions = self.plan.decisions.model_copy(update={"blocks": None})  # of other numbers of nodes
         best = self._search(graphs, self.plan.model_copy(update={"decisions": decisions}))

@@ -106,8 +106,8 @@ class Request:
         model that is not on meta takes of a memory is left out of that memory's budget.
     hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine (under torchrun the
         machines of all ranks). Every rank must call `compile`: the first one plans, the others carry its plan out.
-    example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning. Or a
-        list of its micro-batches, each a dict of tensors, which need no common shape: the largest is planned for.
+    example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning. Or
+        a list of its micro-batches, each a dict of tensors, which need no common shape: the largest is planned for.
     optimizer, lr_scheduler: a torch.optim class, or a partial of one; the same for torch.optim.lr_scheduler.
     param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: other
         arguments for some parameters, or with "optimizer": partial(torch.optim.Muon, lr=0.02) an optimizer of their

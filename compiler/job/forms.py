@@ -32,6 +32,8 @@ from .any_size import MicroBatch, is_listed
 from .counts import part_of
 from .run import JobRun
 
+FEW = 24  # numbers that a message shows
+
 
 @dataclass
 class Form:
@@ -43,6 +45,17 @@ class Form:
     files: RunSetup | None = None
     directory: Path | None = None
     used: int = 0  # when it came last
+
+    @property
+    def outputs(self) -> set[str]:
+        """The tensors that forward returns, beside the loss."""
+        return {output.name for spec in self.interface.stages.values() for output in spec.extra_outputs}
+
+    def num_same(self, micro_batch: Mapping[str, Any]) -> int:
+        """The number of inputs that forward reads and that are those of the form's first micro-batch."""
+        example = self.prologue.example
+        reads = {name: value for name, value in micro_batch.items() if name in self.prologue.reads and value.dim()}
+        return sum(torch.equal(example[name][: len(value)], value) for name, value in reads.items())
 
     def read(self, shape: BatchShape, micro_batch: Mapping[str, Any], total: int) -> dict[str, Tensor]:
         """The inputs of a micro-batch, with those that its prologue makes. Raises `BatchError` for another form."""
@@ -63,9 +76,11 @@ class Forms:
         interface = run.folder.interface
         self.count, self.room = interface.total_micro_batches, interface
         self.forms = [Form(FIRST_FORM, prologue, interface)]
+        self._user_names = [name for name in shape.leaves if name not in prologue.names]
         self._scratch: scratch.Scratch | None = None
         self._driver: Driver | None = None  # that has forms
         self._there: set[int] = set()
+        self._wholes: dict[tuple[Prologue, ...], Prologue] = {}  # of the last whole batch, by those of its parts
         self._time = 0
 
     @staticmethod
@@ -85,18 +100,27 @@ class Forms:
         """Whether the devices have several forms, and are told that of each micro-batch."""
         return bool(self._there) and self.run.live_driver is self._driver
 
-    def read(self, batch: Any) -> list[MicroBatch] | None:
-        """The micro-batches of a batch; None where all are of the example's form, and the devices have no other one.
-        Raises `BatchError` for a batch that no program of the plan takes."""
-        names = self.shape.leaves.keys() - self.prologue.names
-        shape = replace(self.shape, leaves={name: self.shape.leaves[name] for name in names})
-        parts = self._cut(shape, batch)
-        found = [self._find(shape, part) for part in parts]
-        if not self.is_begun and all(form.number == FIRST_FORM for form, _ in found):
-            return None
+    def is_other(self, batch: Any) -> bool:
+        """Whether a micro-batch of a batch is of another form than the example. Raises `BatchError` for a batch that no
+        program of the plan takes."""
+        return any(form.number != FIRST_FORM for form, _ in map(self._find, self._cut(batch)))
+
+    def read(self, batch: Any, with_outputs: bool) -> list[MicroBatch]:
+        """The micro-batches of a batch, with their forms, which the devices have. Raises `BatchError` for a batch that
+        no program of the plan takes; `with_outputs`: also for one of which forward returns other tensors than of the
+        example."""
+        parts = self._cut(batch)
+        found = [self._find(part) for part in parts]
+        forms = [form for form, _ in found]
         if isinstance(batch, Mapping) and len(parts) > 1:
-            self._require_rows_apart(batch, [form for form, _ in found], parts)
-        self._load([form for form, _ in found])
+            self._require_rows_apart(batch, forms, parts)
+        others = set[str]().union(*(form.outputs ^ self.forms[0].outputs for form in forms))
+        if with_outputs and others:
+            raise BatchError(
+                f"forward returns {', '.join(sorted(others))} for this batch or for the example, not for both: "
+                "evaluate(batch, outputs=False) gives the loss"
+            )
+        self._load(forms)
         return [
             MicroBatch(part, leaves, {FORM: form.number}, form.directory) for part, (form, leaves) in zip(parts, found)
         ]
@@ -114,11 +138,13 @@ class Forms:
                 place.view(-1)[: len(value)] = value
         return found
 
-    def _cut(self, shape: BatchShape, batch: Any) -> list[Any]:
+    def _cut(self, batch: Any) -> list[Any]:
         """The micro-batches of a batch, or of a list of them."""
-        parts = batch if is_listed(batch, shape) else [batch]
+        shape = replace(self.shape, leaves={name: self.shape.leaves[name] for name in self._user_names})
+        listed = is_listed(batch, shape)
+        parts: list[Any] = batch if listed else [batch]
         tensors = [shape.tensors(self.model, part, shape.leaves) for part in parts]
-        if parts is batch:
+        if listed:
             if len(parts) != self.count:
                 raise BatchError(f"the batch is a list of {len(parts)} micro-batches, and {self.count} make a step")
             return parts
@@ -126,16 +152,16 @@ class Forms:
             if self.count > 1 and (not value.dim() or len(value) % self.count):
                 raise BatchError(
                     f"batch[{name!r}] has {len(value) if value.dim() else 'no'} entries, so that nothing says which "
-                    f"belong to which of {self.count} micro-batches: hand over a list of {self.count} micro-batches, as "
-                    "gradient accumulation has them"
+                    f"belong to which of {self.count} micro-batches: hand over a list of {self.count} micro-batches, "
+                    "as gradient accumulation has them"
                 )
         return [part_of(batch, i, self.count) for i in range(self.count)]
 
-    def _find(self, shape: BatchShape, micro_batch: Mapping[str, Any]) -> tuple[Form, dict[str, Tensor]]:
+    def _find(self, micro_batch: Mapping[str, Any]) -> tuple[Form, dict[str, Tensor]]:
         """The form of a micro-batch, which is captured where it has not come before, and its inputs."""
         self._time += 1
         given = {name: tuple(t.shape) or (1,) for name, t in flatten(self.model, micro_batch)[0].items()}
-        for form in sorted(self.forms, key=lambda form: -form.used):
+        for form in sorted(self.forms, key=lambda form: (-form.num_same(micro_batch), -form.used)):
             own = form.interface.batch
             if all(own[name].shape == found for name, found in given.items() if name in own):
                 try:
@@ -177,7 +203,7 @@ class Forms:
             self.run.folder, interface=printed.interface, files=printed.files, smaller=printed.smaller,
             counts=found.counts, constants=printed.constants,
         )  # fmt: skip
-        directory = folder.write(self._scratch.path / f"form{number}")
+        directory = folder.write(self._scratch.path / f"form{self._time}")
         self.room = room
         warnings.warn(
             f"a micro-batch with {what}: its stages were captured in {format_seconds(time.perf_counter() - begun_s)}; "
@@ -197,18 +223,21 @@ class Forms:
     def _text(self, micro_batch: Mapping[str, Any] | None = None) -> str:
         """The shapes of a micro-batch that are others than the example's, and the numbers that forward reads; or those
         of the example."""
-        batch, own = self.prologue.example, self.forms[0].interface.batch
-        given = flatten(self.model, batch if micro_batch is None else micro_batch)[0]
-        shapes = {name: [*own[name].shape] if micro_batch is None else [*t.shape] for name, t in given.items() if name in own}
-        texts = [f"{name} {shape}" for name, shape in shapes.items() if micro_batch is None or shape != [*own[name].shape]]
-        few = [name for name in self.prologue.reads if name in given and given[name].numel() <= 16 and name not in shapes]
-        texts += [f"{name} {given[name].tolist()}" for name in few] if micro_batch is not None else []
-        return ", ".join(texts) or "the shapes of the example, and other numbers in what forward reads"
+        own = {name: [*spec.shape] for name, spec in self.forms[0].interface.batch.items() if name in self._user_names}
+        if micro_batch is None:
+            return ", ".join(f"{name} {shape}" for name, shape in own.items())
+        given = flatten(self.model, micro_batch)[0]
+        texts = [f"{name} {[*given[name].shape]}" for name, shape in own.items() if [*given[name].shape] != shape]
+        few = [name for name in sorted(self.prologue.reads - own.keys()) if given[name].numel() <= FEW]
+        texts += [f"{name} {given[name].tolist()}" for name in few]
+        return ", ".join(texts) or "the example's shapes, and other numbers in what forward reads"
 
     def _require_rows_apart(self, batch: Mapping[str, Any], forms: Sequence[Form], parts: Sequence[Any]) -> None:
         made = [(form.prologue, form.prologue.add(part, 1, self.count)) for form, part in zip(forms, parts)]
+        key = tuple(form.prologue for form in forms)
         try:
-            self.prologue.require_rows_apart(batch, made)
+            whole = self._wholes.get(key) or self.prologue.of_whole(batch)
+            self._wholes = {key: whole.require_rows_apart(batch, made)}
         except CaptureError as error:
             raise BatchError(
                 f"{error}\n  Hand over a list of the {self.count} micro-batches, as gradient accumulation has them, "
@@ -217,6 +246,8 @@ class Forms:
 
     def _load(self, forms: Sequence[Form]) -> None:
         """Give the devices the forms that they do not have."""
+        if self.is_begun and all(form.files is None or form.number in self._there for form in forms):
+            return
         driver = self.run.driver
         if driver is not self._driver:
             self._driver, self._there = driver, set()

@@ -49,12 +49,13 @@ class StepInputs:
     from the model, which must still be so. `forms`: of micro-batches, where the devices can run several."""
 
     def __init__(self, run: JobRun, loss_weight: LossWeight | None, taken: Taken, forms: Forms | None):
-        folder, self.taken, self.forms = run.folder, taken, forms
+        folder, self.taken = run.folder, taken
         self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
         self.interface, self.rules = folder.interface, folder.settings.counts
         self._counters: dict[Path | None, BatchCounts] = {}  # by the folder of a form
         self._picks: dict[Path | None, PickCheck] = {}
         self.documents = DocumentLimit.from_plan(folder.plan)
+        self.forms = forms if self.documents is None else None
 
     def for_step(self, batch: Any) -> dict[str, Tensor]:
         """The inputs of a step. A batch that is refused counts as well, as its loader has handed it out."""
@@ -70,7 +71,7 @@ class StepInputs:
         batch = as_dicts(batch)
         if self.feed.device is None:
             self._require_model(function)
-            given = self._read(function, batch, ())
+            given = self._read(function, batch, (), call)
             return self._inputs(function, given, [given.counts], [given.sizes])
         driver = self.run.driver
         refused: PenstockError | None = None
@@ -78,7 +79,7 @@ class StepInputs:
         self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
         try:
             self._require_model(function)
-            given = self._read(function, batch, self.inputs_for(driver.inputs.get(function, ())))
+            given = self._read(function, batch, self.inputs_for(driver.inputs.get(function, ())), call)
         except (BatchError, PlanError) as error:
             refused = error
         rows = driver.agree_on_batch(call or function, given.kind, refused, [given.counts, given.sizes])
@@ -93,15 +94,20 @@ class StepInputs:
         if function == "step":
             self.taken.require_unchanged()
 
-    def _read(self, function: str, batch: Any, needed: Collection[str]) -> ReadBatch:
+    def _read(self, function: str, batch: Any, needed: Collection[str], call: str) -> ReadBatch:
         """Raises `BatchError` for a batch that the programs do not take."""
         alone = self.run.folder.settings.one_document
-        if alone and most_documents(batch):
+        if alone and any(map(most_documents, batch if isinstance(batch, list) else [batch])):
             raise BatchError(f"batch[{POSITIONS!r}] {alone}")
-        if self.forms is not None and batch is not None and (read := self.forms.read(batch)) is not None:
-            return self._read_forms(self.forms, read)
+        if self.forms is not None and self.forms.is_begun:
+            return self._read_forms(self.forms, batch, call)
         if self.feed.any_sizes is None:
-            leaves, kind = self.feed.read(function, batch, needed)
+            try:
+                leaves, kind = self.feed.read(function, batch, needed)
+            except BatchError:
+                if self.forms is None or batch is None or not self.forms.is_other(batch):
+                    raise
+                return self._read_forms(self.forms, batch, call)
             if self.documents is not None and self.documents.positions in leaves:
                 rows = self.feed.shape.entries(self.documents.positions, self.feed.shape.size)
                 positions = leaves[self.documents.positions]
@@ -126,8 +132,9 @@ class StepInputs:
         counts = self._counts_of(parts) if leaves.keys() >= set(self.rules.inputs) else None
         return ReadBatch(leaves, kind, counts, sizes)
 
-    def _read_forms(self, forms: Forms, parts: Sequence[MicroBatch]) -> ReadBatch:
-        """The batch of these micro-batches, whose forms may differ."""
+    def _read_forms(self, forms: Forms, batch: Any, call: str) -> ReadBatch:
+        """A batch whose micro-batches may be of different forms."""
+        parts = forms.read(batch, with_outputs=call == "evaluate")
         for number, part in enumerate(parts):
             self.picks(part.files).check(part.leaves, 1, number, 1)
         return ReadBatch(forms.pack(parts), WHOLE, self._counts_of(parts), [[*part.sizes.values()] for part in parts])

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from torch import Tensor
+
 from .interface import Interface, sizes_spec
 from .sizes import SIZES, SizeRange
 from .stage import StageSpec, TensorSpec
@@ -100,6 +102,6 @@ def _stage_with_room(a: StageSpec, b: StageSpec) -> StageSpec:
     )
 
 
-def part_of_form(region: Any, spec: TensorSpec) -> Any:
+def part_of_form(region: Tensor, spec: TensorSpec) -> Tensor:
     """The value of a form whose elements are the first of a micro-batch's rows of an input."""
     return region.reshape(-1)[: math.prod(spec.shape)].view(spec.shape)

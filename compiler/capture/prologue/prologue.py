@@ -47,8 +47,9 @@ class Prologue:
         model: nn.Module, example: Any, rows: int, options: TraceOptions, error: NeedsValue, one: bool, apart: bool
     ) -> Prologue:
         """The prologue of a model of which a trace ended in this error. `rows`: of the example; `one`: whether it is
-        one micro-batch; `apart`: whether each row is a micro-batch of its own. Raises the error where forward reads anything else than inputs of the example, which are a dict
-        of tensors with values, and `CaptureError` where it does not do the same with parts of the example."""
+        one micro-batch; `apart`: whether each row is a micro-batch of its own. Raises the error where forward reads
+        anything else than inputs of the example, which are a dict of tensors with values, and `CaptureError` where it
+        does not do the same with parts of the example."""
         reads = frozenset[str]()
         while True:
             more = error.inputs - reads
@@ -91,21 +92,33 @@ class Prologue:
             raise CaptureError(f"forward makes a tensor without dimensions in the place of {changed}")
         return replace(found, inputs=tuple(own))
 
-    def require_rows_apart(self, batch: Mapping[str, Any], parts: Sequence[tuple[Prologue, Mapping[str, Any]]]) -> None:
-        """Raise `CaptureError` where forward makes another thing of a whole batch than of its micro-batches, which are
-        given with their prologues and what these make."""
-        whole = replace(self, example=batch, rows=1, inputs=(), apart=True, _recordings={})._recording(1)
-        require_number(whole.prologue, len(self.inputs))
-        values = [each.values_in(made) for each, made in parts]
-        firsts = [next(iter(each._recordings.values())) for each, _ in parts]
-        for i, (node, value, *own) in enumerate(zip(whole.prologue, self._values_of(whole), *values)):
+    def of_whole(self, batch: Mapping[str, Any]) -> Prologue:
+        """The prologue of a whole batch that is never cut."""
+        return replace(self, example=batch, rows=1, inputs=(), apart=True, _recordings={})
+
+    def require_rows_apart(
+        self, batch: Mapping[str, Any], parts: Sequence[tuple[Prologue, Mapping[str, Any]]]
+    ) -> Prologue:
+        """Raise `CaptureError` where forward makes another thing of a whole batch, of which this may be the prologue,
+        than of its micro-batches, which are given with their prologues and what these make. Returns the prologue of the
+        batch."""
+        try:
+            values = self._make(self._recording(1), batch)
+        except BatchError:  # of other sizes than that for which this was made
+            self = self.of_whole(batch)
+            values = self._make(self._recording(1), batch)
+        whole, firsts = self._recording(1), [each._recording(len(parts)) for each, _ in parts]
+        rows = list(zip(*(each.values_in(made) for each, made in parts), strict=True))
+        require_number(whole.prologue, len(rows))
+        for i, (node, value, own) in enumerate(zip(whole.prologue, values, rows)):
             places = [r.recorder.prologue.number_of_places(r.prologue[i]) for r in firsts]
             starts = [0, *accumulate(places)]
             if all(places) and starts[-1] == whole.recorder.prologue.number_of_places(node):
-                shifted = [part + start for part, start in zip(own, starts) if part.dim()]
-                if len(shifted) == len(own) and MadeInput("").is_made_of(value, shifted, len(own)):
+                shifted = [part + start for part, start in zip(own, starts)]
+                if value.dim() and MadeInput("").is_made_of(value, shifted, len(own)):
                     continue
             find_rows(f"prologue_{i}", node, value, own, (0, 0))
+        return self
 
     def values_in(self, made: Mapping[str, Any]) -> list[Tensor]:
         """The values of a prologue in a micro-batch that `add` has returned."""

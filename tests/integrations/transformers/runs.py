@@ -103,6 +103,18 @@ def vision():
     return Eyes(), rows
 
 
+def many_sizes():
+    """The same with two images in some rows, none in others, and images of two to six patches."""
+    model, rows = vision()
+    for i, each in enumerate(rows):
+        sizes = [[(1, 2, 2)], [(1, 1, 2), (1, 2, 1)], [(1, 2, 3)], []][i % 4]
+        count = sum(height * width for _, height, width in sizes)
+        each["input_ids"][:4], each["labels"][:6] = 5, -100
+        each["input_ids"][:count] = IMAGE
+        each |= {"pixel_values": torch.randn(count, 6), "image_grid_thw": torch.tensor(sizes).reshape(-1, 3)}
+    return model, rows
+
+
 def joining(rows):
     """A collator that pads tokens and joins images."""
     images = {name: torch.cat([each[name] for each in rows]) for name in ("pixel_values", "image_grid_thw")}
