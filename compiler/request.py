@@ -82,6 +82,8 @@ class ExampleBatch:
         refuse_item_count(example_inputs)
         require_positions(example_inputs)
         inputs, documents = with_unread(example_inputs), most_documents(example_inputs)
+        if listed and dynamic_shapes is not None:
+            raise PlanError("example_inputs is a list of micro-batches; with dynamic_shapes give one batch")
         shape = BatchShape.from_inputs(model, inputs, one and dynamic_shapes is None, listed)
         if dynamic_shapes is None:
             return ExampleBatch(inputs, shape, None, documents)

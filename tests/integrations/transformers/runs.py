@@ -104,14 +104,15 @@ def vision():
 
 
 def many_sizes():
-    """The same with two images in some rows, none in others, and images of two to six patches."""
+    """The same with two images in some rows, none in one, and images of two to six patches."""
     model, rows = vision()
     for i, each in enumerate(rows):
-        sizes = [[(1, 2, 2)], [(1, 1, 2), (1, 2, 1)], [(1, 2, 3)], []][i % 4]
+        sizes = [[(1, 2, 2)], [(1, 1, 2), (1, 2, 1)], [(1, 2, 3)], [(1, 1, 3)]][i % 4] if i != 3 else []
         count = sum(height * width for _, height, width in sizes)
         each["input_ids"][:4], each["labels"][:6] = 5, -100
         each["input_ids"][:count] = IMAGE
-        each |= {"pixel_values": torch.randn(count, 6), "image_grid_thw": torch.tensor(sizes).reshape(-1, 3)}
+        grid = torch.tensor(sizes, dtype=torch.long).reshape(-1, 3)
+        each |= {"pixel_values": torch.randn(count, 6), "image_grid_thw": grid}
     return model, rows
 
 
