@@ -88,9 +88,9 @@ class Graphs:
         graphs._facts = self._facts
         return graphs
 
-    def of_form(self, micro_batch: Mapping[str, Any], count: int) -> Graphs:
+    def form_graphs(self, micro_batch: Mapping[str, Any], count: int) -> Graphs:
         """Graphs of batches of `count` micro-batches of this form. Raises what a trace does."""
-        return self.anew(self.request.of_form(micro_batch, count))
+        return self.anew(self.request.form_request(micro_batch, count))
 
     def forget(self) -> None:
         """Forget all graphs, but not what was traced, unless other plans share them."""

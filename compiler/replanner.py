@@ -48,7 +48,7 @@ class AnyGraphs(Protocol):
 
     def anew(self) -> AnyGraphs: ...
 
-    def of_form(self, micro_batch: Mapping[str, Any], count: int) -> AnyGraphs: ...
+    def form_graphs(self, micro_batch: Mapping[str, Any], count: int) -> AnyGraphs: ...
 
     def forget(self) -> None: ...
 
@@ -91,7 +91,7 @@ class Replanner:
         """The plan's text for micro-batches of another form, of which this is one. `rules`: what the programs count
         and check. Raises what `compile` does, and `PassError` where the plan's programs cannot run them."""
         count = self.programs[0].interface.total_micro_batches
-        graphs = self.graphs.of_form(micro_batch, count)
+        graphs = self.graphs.form_graphs(micro_batch, count)
         decisions = self.plan.decisions.model_copy(update={"blocks": None})  # of other numbers of nodes
         best = self._search(graphs, self.plan.model_copy(update={"decisions": decisions}))
         loss, (picks, bounds) = best.draft.graph.loss, picked_rows(graphs(count))

@@ -268,11 +268,11 @@ class Request:
         found = Prologue.find(self.model, batch.inputs, batch.shape.size, options, error, self._is_one, apart)
         return replace(self, prologue=found)
 
-    def of_form(self, micro_batch: Mapping[str, Any], count: int) -> Request:
+    def form_request(self, micro_batch: Mapping[str, Any], count: int) -> Request:
         """The same request for batches of `count` micro-batches of this form."""
         assert self.prologue is not None
         return replace(
-            self, example_inputs=[micro_batch] * count, prologue=self.prologue.of_micro_batch(micro_batch, count)
+            self, example_inputs=[micro_batch] * count, prologue=self.prologue.form_prologue(micro_batch, count)
         )
 
     @property

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import BatchError, CaptureError, DoesNotFit, PassError, PlanError, VerifyError
-from ...ir.program import FIRST_FORM, FORM, MOST_FORMS, Interface, with_room
+from ...ir.program import FIRST_FORM, FORM, MOST_FORMS, Interface, larger_interface
 from ...ir.units import format_seconds
 from ...ir.verify import verify
 from ...runtime import scratch
@@ -36,7 +36,7 @@ FEW = 24  # numbers that a message shows
 
 
 @dataclass
-class Form:
+class KnownForm:
     """A form that has come. `files`: of its stages; None for the example's, which the job's own files have."""
 
     number: int
@@ -75,7 +75,7 @@ class Forms:
         self.model, self.shape = run.model, shape
         interface = run.folder.interface
         self.count, self.room = interface.total_micro_batches, interface
-        self.forms = [Form(FIRST_FORM, prologue, interface)]
+        self.forms = [KnownForm(FIRST_FORM, prologue, interface)]
         self._user_names = [name for name in shape.leaves if name not in prologue.names]
         self._scratch: scratch.Scratch | None = None
         self._driver: Driver | None = None  # that has forms
@@ -99,6 +99,13 @@ class Forms:
     def is_begun(self) -> bool:
         """Whether the devices have several forms, and are told that of each micro-batch."""
         return bool(self._there) and self.run.live_driver is self._driver
+
+    def is_uneven(self, batch: Any) -> bool:
+        """Whether a batch is a list of micro-batches of different shapes, which no cut of the whole would give back."""
+        if not is_listed(batch, self.shape):
+            return False
+        shapes = [{name: value.shape for name, value in flatten(self.model, part)[0].items()} for part in batch]
+        return shapes.count(shapes[0]) < len(shapes)
 
     def is_other(self, batch: Any) -> bool:
         """Whether a micro-batch of a batch is of another form than the example. Raises `BatchError` for a batch that no
@@ -157,7 +164,7 @@ class Forms:
                 )
         return [part_of(batch, i, self.count) for i in range(self.count)]
 
-    def _find(self, micro_batch: Mapping[str, Any]) -> tuple[Form, dict[str, Tensor]]:
+    def _find(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]]:
         """The form of a micro-batch, which is captured where it has not come before, and its inputs."""
         self._time += 1
         given = {name: tuple(t.shape) or (1,) for name, t in flatten(self.model, micro_batch)[0].items()}
@@ -175,14 +182,14 @@ class Forms:
         self.forms = [*(each for each in self.forms if each.number != form.number), form]
         return form, leaves
 
-    def _capture(self, micro_batch: Mapping[str, Any]) -> Form:
+    def _capture(self, micro_batch: Mapping[str, Any]) -> KnownForm:
         """Raises `BatchError` where the plan's programs cannot run it."""
         begun_s, what = time.perf_counter(), self._text(micro_batch)
         try:
             settings = self.run.folder.settings
             found = self.replanner.print_form(micro_batch, (settings.counts, settings.picks))
             printed = found.printed
-            room = with_room(self.room, printed.interface)
+            room = larger_interface(self.room, printed.interface)
             self._require_memory(room)
         except (DoesNotFit, VerifyError) as error:
             raise BatchError(
@@ -211,7 +218,7 @@ class Forms:
             stacklevel=7,
         )
         setup = replace(self.run.setup(directory), interface=printed.interface)
-        return Form(number, found.prologue, printed.interface, setup, directory, self._time)
+        return KnownForm(number, found.prologue, printed.interface, setup, directory, self._time)
 
     def _require_memory(self, room: Interface) -> None:
         """Raise `VerifyError` where programs with this room take more than a memory has."""
@@ -232,11 +239,11 @@ class Forms:
         texts += [f"{name} {given[name].tolist()}" for name in few]
         return ", ".join(texts) or "the example's shapes, and other numbers in what forward reads"
 
-    def _require_rows_apart(self, batch: Mapping[str, Any], forms: Sequence[Form], parts: Sequence[Any]) -> None:
+    def _require_rows_apart(self, batch: Mapping[str, Any], forms: Sequence[KnownForm], parts: Sequence[Any]) -> None:
         made = [(form.prologue, form.prologue.add(part, 1, self.count)) for form, part in zip(forms, parts)]
         key = tuple(form.prologue for form in forms)
         try:
-            whole = self._wholes.get(key) or self.prologue.of_whole(batch)
+            whole = self._wholes.get(key) or self.prologue.whole_prologue(batch)
             self._wholes = {key: whole.require_rows_apart(batch, made)}
         except CaptureError as error:
             raise BatchError(
@@ -244,7 +251,7 @@ class Forms:
                 "which are taken by themselves; or compile with micro_batches=1"
             ) from error
 
-    def _load(self, forms: Sequence[Form]) -> None:
+    def _load(self, forms: Sequence[KnownForm]) -> None:
         """Give the devices the forms that they do not have."""
         if self.is_begun and all(form.files is None or form.number in self._there for form in forms):
             return

@@ -99,7 +99,7 @@ class StepInputs:
         alone = self.run.folder.settings.one_document
         if alone and any(map(most_documents, batch if isinstance(batch, list) else [batch])):
             raise BatchError(f"batch[{POSITIONS!r}] {alone}")
-        if self.forms is not None and self.forms.is_begun:
+        if self.forms is not None and (self.forms.is_begun or self.forms.is_uneven(batch)):
             return self._read_forms(self.forms, batch, call)
         if self.feed.any_sizes is None:
             try:

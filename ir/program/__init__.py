@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..stages.flat import Segment
-from ..stages.forms import FIRST_FORM, FORM, MOST_FORMS, part_of_form, why_unlike, with_room
+from ..stages.forms import FIRST_FORM, FORM, MOST_FORMS, larger_interface, part_of_form, why_unlike
 from ..stages.hooks import Earlier, HookCall, elementwise
 from ..stages.interface import Interface, shard_key, sizes_spec
 from ..stages.row_part import whole_params, wrong_parts
@@ -152,6 +152,7 @@ __all__ = [
     "join_orders",
     "judging_op",
     "lane_of",
+    "larger_interface",
     "largest_values",
     "line_numbers",
     "link_turn_of",
@@ -191,7 +192,6 @@ __all__ = [
     "values_of",
     "whole_params",
     "why_unlike",
-    "with_room",
     "work_of",
     "wrong_expression",
     "wrong_parts",

@@ -25,7 +25,7 @@ MOST_FORMS = 256  # that devices keep at a time
 
 
 def why_unlike(first: Interface, other: Interface) -> str:
-    """What keeps the stages of two forms from sharing programs; "" if they can."""
+    """The reason for which the stages of two forms cannot share programs; "" if they can."""
     return next(_differences(first, other), "")
 
 
@@ -61,7 +61,7 @@ def _kinds(spec: StageSpec) -> list[Any]:
     return [rows, loss, spec.draws, spec.rematerialisable, spec.changing_buffers, len(spec.exchanges)]
 
 
-def with_room(first: Interface, other: Interface) -> Interface:
+def larger_interface(first: Interface, other: Interface) -> Interface:
     """The interface of programs that run micro-batches of both forms, with the names of the first."""
     batch = {name: _larger(spec, other.batch[name]) for name, spec in first.batch.items() if name != SIZES}
     stages = {name: _stage_with_room(spec, other.stages[name]) for name, spec in first.stages.items()}

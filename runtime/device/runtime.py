@@ -157,7 +157,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             runner.prepare_buffers(evaluation)
             values = [box.value for box in boxes]
             outputs = self._try(issue, values, lambda given: runner.evaluate(given, seed))
-            return outputs if runner is store.runner else store.as_first(outputs, runner.spec)
+            return outputs if runner is store.runner else store.pick_outputs(outputs, runner.spec)
 
         return tuple(self._launch(issue, boxes, run))
 

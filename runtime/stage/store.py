@@ -141,7 +141,7 @@ class StageStore:
         for each in self.of_forms.values():
             each.kept_bytes = kept_bytes
 
-    def as_first(self, outputs: Sequence[Tensor], spec: StageSpec) -> list[Tensor]:
+    def pick_outputs(self, outputs: Sequence[Tensor], spec: StageSpec) -> list[Tensor]:
         """The outputs of an evaluation of another form by the names that the program has; nothing for one that the form
         lacks."""
         count = len(self.spec.outputs)

@@ -77,7 +77,7 @@ class Prologue:
                 raise CaptureError(f"{error}\n  micro_batches=1 takes the batch whole") from error
         return _whole_inputs(whole)
 
-    def of_micro_batch(self, batch: Mapping[str, Any], count: int) -> Prologue:
+    def form_prologue(self, batch: Mapping[str, Any], count: int) -> Prologue:
         """The prologue of micro-batches of another form, of which this is one, and `count` make a batch. Raises
         `CaptureError` where it makes other inputs than this one."""
         found = replace(self, example=repeat(batch, count), rows=count, inputs=(), apart=True, _recordings={})
@@ -92,7 +92,7 @@ class Prologue:
             raise CaptureError(f"forward makes a tensor without dimensions in the place of {changed}")
         return replace(found, inputs=tuple(own))
 
-    def of_whole(self, batch: Mapping[str, Any]) -> Prologue:
+    def whole_prologue(self, batch: Mapping[str, Any]) -> Prologue:
         """The prologue of a whole batch that is never cut."""
         return replace(self, example=batch, rows=1, inputs=(), apart=True, _recordings={})
 
@@ -105,7 +105,7 @@ class Prologue:
         try:
             values = self._make(self._recording(1), batch)
         except BatchError:  # of other sizes than that for which this was made
-            self = self.of_whole(batch)
+            self = self.whole_prologue(batch)
             values = self._make(self._recording(1), batch)
         whole, firsts = self._recording(1), [each._recording(len(parts)) for each, _ in parts]
         rows = list(zip(*(each.values_in(made) for each, made in parts), strict=True))

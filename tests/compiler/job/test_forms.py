@@ -128,6 +128,13 @@ def test_rows_of_other_lengths() -> None:
         assert_trains_like_eager(job, [longer, [batch_of(SMALL, SMALL, seed=3)] * 2])
 
 
+def test_a_list_is_not_cut_anew() -> None:
+    """Its micro-batches together have the shapes of the example's, and each has other ones."""
+    uneven = [batch_of(HIGH, HIGH, seed=1), batch_of(((1, 2),), ((1, 2),), seed=2)]
+    with job_of([batch_of(SMALL, SMALL)] * 2) as job:
+        assert_trains_like_eager(job, [uneven, [batch_of(SMALL, SMALL, seed=3)] * 2])
+
+
 def test_a_form_is_captured_once_and_told() -> None:
     with job_of([batch_of(SMALL, SMALL)] * 2) as job, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.ir.program import FORM, SIZES, Interface, StageSpec, TensorSpec, why_unlike, with_room
+from penstock.ir.program import FORM, SIZES, Interface, StageSpec, TensorSpec, larger_interface, why_unlike
 
 
 def interface_of(patches: int, tokens: int = 8, kept_bytes: int = 100) -> Interface:
@@ -22,7 +22,8 @@ def interface_of(patches: int, tokens: int = 8, kept_bytes: int = 100) -> Interf
 
 
 def test_each_value_has_the_room_of_the_larger_one() -> None:
-    room = with_room(with_room(interface_of(6), interface_of(10, kept_bytes=50)), interface_of(4, tokens=9))
+    room = larger_interface(interface_of(6), interface_of(10, kept_bytes=50))
+    room = larger_interface(room, interface_of(4, tokens=9))
     assert room.stages["stage0"].kept_bytes == 100 and room.stages["stage0"].outputs[0].bytes == 10 * 4 * 4
     assert room.batch["pixels"].shape == (60,) and room.batch["ids"].shape == (18,)
     assert room.stages["stage1"].inputs[0].name == "add_6" and room.stages["stage1"].outputs[0].shape == ()
