@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import BatchError, CaptureError, DoesNotFit, PassError, PlanError, VerifyError
-from ...ir.program import FIRST_FORM, FORM, MOST_FORMS, Interface, larger_interface
+from ...ir.ops import SSD
+from ...ir.program import FIRST_FORM, FORM, MOST_FORMS, Interface, larger_interface, profile_memory
 from ...ir.units import format_seconds
 from ...ir.verify import verify
 from ...runtime import scratch
@@ -226,6 +227,9 @@ class Forms:
             files = replace(self.run.setup(self.run.directory), interface=room)
             for name in files.roles[0]:
                 verify([programs[name] for programs in files.roles], self.run.folder.hardware)
+            for first, own in zip(self.run.programs, files.roles):
+                if profile_memory(own["step"]).arenas[SSD] > profile_memory(first).arenas[SSD]:
+                    raise VerifyError("activations would take more of the SSD than the run has reserved there")
 
     def _text(self, micro_batch: Mapping[str, Any] | None = None) -> str:
         """The shapes of a micro-batch that are others than the example's, and the numbers that forward reads; or those

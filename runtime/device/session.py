@@ -167,7 +167,7 @@ class DeviceSession:
         file = open_device_file(path, form, role, self.setup.trust)
         first = read_device_file(self.file.path, room, role)
         programs = {name: bind_one(program, lane) for name, program in first.programs.items()}
-        self.setup, self.state.interface = replace(self.setup, interface=room), room
+        self.setup, self.state.interface = replace(self.setup, interface=room), programs["step"].interface
         self.plans = {name: self._plan(name, program) for name, program in programs.items()}
         self._moved = {name: moved_bytes(plan, self.setup.hardware, self.spec) for name, plan in self.plans.items()}
         self.state.take_form(number, form, file, self.plans)
