@@ -123,6 +123,13 @@ def test_micro_batches_of_other_images_in_one_step(num_devices: int) -> None:
         torch.testing.assert_close(found, eager_loss(job.model, LISTED[1]).detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload", "zero-bubble", "mobius"])
+def test_lanes_shards_halves_of_backward_and_fetched_stages(strategy: str) -> None:
+    with job_of(LISTED[0], num_devices=1 if strategy == "mobius" else 2, strategy=strategy) as job:
+        assert_trains_like_eager(job, LISTED)
+
+
 def test_rows_of_other_lengths() -> None:
     longer = [batch_of(SMALL, SMALL, seed=1, tokens=15), batch_of(WIDE, HIGH, seed=2, tokens=9)]
     with job_of([batch_of(SMALL, SMALL)] * 2) as job:
