@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel, find_model
-from ..compiler.models.table import alias_of
 from ..compiler.planning import rare_collections
 from ..compiler.preference import DPO
 from ..data.codec import Codec
@@ -153,7 +152,7 @@ def _require_fitting(options: TrainOptions, named: NamedModel, codec: Codec, kin
     if named.weights is None and "/" in (options.model or "") and named.directory is None:
         raise PlanError(
             f"{options.model} has no weights here: it is no directory, nor in the hub's cache. --download gets them; "
-            f"--model {alias_of(options.model or '')} begins with new ones"
+            f"--model {(options.model or '').rpartition('/')[2]} begins with new ones"
         )
     if options.best_by == "accuracy" and kind not in COUNTED:
         raise PlanError(f"--best-by accuracy: {kind} is evaluated by its loss; accuracy is for {' and '.join(COUNTED)}")

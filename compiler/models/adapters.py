@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...ir.errors import PlanError
-from ...runtime.quantised.libraries import is_installed
+from ...runtime.quantised.libraries import is_installed, why_missing
 from .lora import CLASSIFIERS, KERNEL_LAYERS, KERNEL_TYPES, TARGETS, unlike_layer, with_lora
 
 ALL_LINEAR = "all-linear"
@@ -171,4 +171,4 @@ def peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise PlanError("--adapter needs peft: pip install 'penstock[adapters]'") from error
+        raise PlanError(f"--adapter needs peft, which is {why_missing('peft', error, 'adapters')}") from error
