@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
+import penstock
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("papers", "cli", "integrations", "training", "data", "compiler", "passes", "codegen", "graph", "runtime", "ir")
@@ -69,6 +72,23 @@ def test_the_wheel_holds_the_rooms_and_their_data(wheel: Path) -> None:
     source = [ROOT / name for name in ("__init__.py", "errors.py", "py.typed")]
     source += [file for room in ROOMS for name in ("*.py", *DATA) for file in (ROOT / room).rglob(name)]
     assert names == {"penstock" / file.relative_to(ROOT) for file in source}
+
+
+def test_the_version_is_that_of_the_changelog() -> None:
+    versions = re.findall(r"^## (\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0][0] == penstock.__version__
+    assert [date for _, date in versions] == sorted((date for _, date in versions), reverse=True)
+    sections = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)[1:]
+    assert all(len(section.splitlines()) < 60 for section in sections)
+
+
+@pytest.mark.slow
+def test_a_wheel_is_refused_on_an_older_python(wheel: Path, tmp_path: Path) -> None:
+    assert wheel.name.startswith(f"penstock-{penstock.__version__}-py3-none-any")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--dry-run"]
+    older = ["--python-version", "3.9", "--only-binary", ":all:", "--target", str(tmp_path)]
+    done = subprocess.run([*pip, *older, wheel], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "requires a different Python: 3.9.0 not in '>=3.10'" in done.stderr
 
 
 STEP = """
