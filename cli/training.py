@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..compiler.job.job import Job
-from ..compiler.job.preflight import own_device
+from ..compiler.job.preflight import own_device, require_gpus
 from ..compiler.search.offer import Offer
 from ..data.rows import Rows, evaluation_batches
 from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
@@ -85,6 +85,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         listeners = _listeners(options, screen, pages) if is_main else []
         planned = options.with_offer()
         hardware = planned.machine()
+        require_gpus(hardware)
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
             job = compile_task(planned, task, hardware)
