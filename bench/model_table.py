@@ -4,7 +4,7 @@
 
 FOLDER holds what the sources below name: a wheel of each package, unpacked, and a checkout of each repository. No
 model and no weight is read. Of each configuration stay the dimensions and what differs from the defaults of its class
-in transformers. Papers' models, whose rows stand in the table alone, are kept as they are.
+in transformers. Rows that no source has, such as papers' models, are kept as they are.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Sources:
 
 def compact(fields: Fields) -> Fields:
     """The fields that a configuration needs: all dimensions, and of the rest those without which it is another."""
-    wanted = view(AutoConfig.for_model(**without_cosmetics(fields)).to_dict())
-    kept = without_cosmetics(fields)
+    wanted = view(AutoConfig.for_model(**drop_cosmetics(fields)).to_dict())
+    kept = drop_cosmetics(fields)
 
     def holders(inner: Fields) -> list[Fields]:
         return [inner, *(found for value in inner.values() if isinstance(value, dict) for found in holders(value))]
@@ -154,16 +154,16 @@ def compact(fields: Fields) -> Fields:
     return kept
 
 
-def without_cosmetics(fields: Fields) -> Fields:
+def drop_cosmetics(fields: Fields) -> Fields:
     return {
-        key: without_cosmetics(value) if isinstance(value, dict) else value
+        key: drop_cosmetics(value) if isinstance(value, dict) else value
         for key, value in fields.items()
         if key not in COSMETIC and not (key in ("audio_config",) and value is None)
     }
 
 
 def view(fields: Fields) -> Fields:
-    plain: Fields = json.loads(json.dumps(without_cosmetics(fields)))
+    plain: Fields = json.loads(json.dumps(drop_cosmetics(fields)))
     return plain
 
 

@@ -45,9 +45,8 @@ def print_version(wanted: bool) -> None:
     """Print the versions that a report of a fault needs."""
     if not wanted:
         return
-    from .. import __version__
-
-    print(f"penstock {__version__}, torch {metadata.version('torch')}, Python {sys.version.split()[0]}")
+    version = sys.modules[str(__package__).partition(".")[0]].__version__
+    print(f"penstock {version}, torch {metadata.version('torch')}, Python {sys.version.split()[0]}")
     raise typer.Exit()
 
 

@@ -124,7 +124,7 @@ def plain_errors(error: pydantic.ValidationError) -> str:
 
 
 def other_fields(error: pydantic.ValidationError) -> str:
-    """What to add where a document has other fields than this version of Penstock writes; "" for wrong values."""
+    """A remark on a document with other fields than this version of Penstock writes; "" for wrong values."""
     kinds = {row["type"] for row in error.errors(include_url=False)}
     return "; a file of another version of Penstock has other fields" if kinds & {"extra_forbidden", "missing"} else ""
 

@@ -38,6 +38,7 @@ from .bases import (
     require_base,
 )
 from .from_python import is_python, own_inputs, python_maker, random_input
+from .hub import cached_directory, download_model
 from .table import BNB, find_row, is_known, known_models, near_names, packed_form
 
 HEADS = {
@@ -263,6 +264,11 @@ class NamedModel:
             )
 
     @property
+    def has_vision(self) -> bool:
+        """Whether the published model also sees. Its rows here are text alone."""
+        return getattr(self.config, "vision_config", None) is not None
+
+    @property
     def image(self) -> tuple[int, int, int]:
         """Channels, height and width of an image."""
         size = self.config.image_size
@@ -450,7 +456,7 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
     if _is_path(base):
         raise PlanError(f"model {base!r}: there is no directory {path.absolute()}")
     if download:
-        return _download(base)
+        return _fields(str(download_model(base)), download=False)
     near, number = near_names(base), len(known_models())
     raise PlanError(
         f"no model {base!r}{' is known, and there is no such directory' if '/' in base else ''}; "
@@ -512,51 +518,6 @@ def _place(base: str) -> Path | None:
     found = [Path(str(file.locate())) for file in files if file.name == "config.json"]
     models = [path for path in found if "model_type" in path.read_text()]
     return min(models, key=lambda path: len(path.parts), default=None)
-
-
-def cached_directory(name: str) -> Path | None:
-    """The model's directory in this machine's cache of the Hugging Face hub; None where the cache does not have it."""
-    if name.count("/") > 1 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        return None
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return None
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name that a hub could have
-        return None
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _download(name: str) -> tuple[dict[str, Any], Path | None]:
-    try:
-        from huggingface_hub import snapshot_download
-
-        directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
-    except ImportError as error:
-        raise PlanError(f"--download: huggingface_hub is {why_missing('huggingface_hub', error)}") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise PlanError(f"cannot download {name!r} from the Hugging Face hub: {_why_not(name, error)}") from error
-    return _fields(str(directory), download=False)
-
-
-def _why_not(name: str, error: Exception) -> str:
-    """What kept the hub from giving a model, and what to do, by the class of the error in huggingface_hub."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "GatedRepoError" in kinds:
-        return (
-            f"it is gated: accept its terms on https://huggingface.co/{name} and log in with `hf auth login`, or set "
-            "HF_TOKEN"
-        )
-    if "RepositoryNotFoundError" in kinds:
-        return "it has no model of this name, or a private one: log in with `hf auth login`, or set HF_TOKEN"
-    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ConnectTimeout"}:
-        return (
-            "it cannot be reached from here. Download the model where there is a network (`hf download "
-            f"{name} --local-dir DIR`) and name the directory"
-        )
-    return " ".join(str(error).split())
 
 
 def natural_head(config: Any) -> str:

@@ -105,13 +105,13 @@ def _rows_of(words: tuple[str, ...]) -> list[ModelRow]:
     for level in range(4):
         found = _index(level).get(_strip(words, level), ())
         if found:
-            return _of_different_dimensions(found)
+            return _distinct(found)
     begun = _strip(words, 3)
     found = [row for key, rows in _index(3).items() if begun and key[: len(begun)] == begun for row in rows]
-    return _of_different_dimensions(found)
+    return _distinct(found)
 
 
-def _of_different_dimensions(rows: list[ModelRow] | tuple[ModelRow, ...]) -> list[ModelRow]:
+def _distinct(rows: list[ModelRow] | tuple[ModelRow, ...]) -> list[ModelRow]:
     return list({json.dumps(row.config, sort_keys=True): row for row in reversed(rows)}.values())[::-1]
 
 

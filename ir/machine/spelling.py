@@ -35,7 +35,7 @@ def preset_of(name: str) -> str:
     """The name of the preset that is meant. Raises `HardwareError`, with what it may be, for none or several."""
     if preset_document(name) is not None:
         return name
-    text = _typed(name)
+    text = _plain_counts(name)
     machines = [known for known in preset_names() if not is_of_a_part(known)]
     hyphened = text.replace(" ", "-")
     begun = [known for known in machines if hyphened == known or known.startswith(f"{hyphened}-")]
@@ -46,7 +46,7 @@ def preset_of(name: str) -> str:
         if preset_document(mixed) is not None:
             return mixed
     if match := _HOSTS.fullmatch(text):
-        return _of_hosts(name, preset_of(match["one"]), match["hosts"])
+        return _fleet_name(name, preset_of(match["one"]), match["hosts"])
     readings = [(text, "1", "")]
     if match := _BEFORE.fullmatch(text):
         readings.append((match["rest"], match["count"], ""))
@@ -63,7 +63,7 @@ def preset_of(name: str) -> str:
         if found:
             whole = _gpus(parts[0])
             if count.isdigit() and not more and whole > 1 and int(count) > whole and int(count) % whole == 0:
-                return _of_hosts(name, f"{parts[0]}x{whole}", str(int(count) // whole))
+                return _fleet_name(name, f"{parts[0]}x{whole}", str(int(count) // whole))
             if preset_document(found[0]) is not None:
                 return found[0]
     for pattern, why in _NONE:
@@ -84,7 +84,7 @@ def _gpus(part: str) -> int:
     return 1 if server is None else SERVERS[server].gpus
 
 
-def _of_hosts(name: str, one: str, hosts: str) -> str:
+def _fleet_name(name: str, one: str, hosts: str) -> str:
     """The preset of several servers. Raises `HardwareError` for machines that are not sold whole."""
     found = one if hosts == "1" else f"{one}:{hosts}"
     if preset_document(found) is None:
@@ -100,7 +100,7 @@ def bare_name(name: str) -> str:
     return " ".join(_AROUND.sub("", name.lower()).split())
 
 
-def _typed(name: str) -> str:
+def _plain_counts(name: str) -> str:
     """A bare name with a count as a number, "+" between different cards, and none of a shell's or Slurm's marks."""
     words = bare_name(re.sub(r"[,&]|\band\b", "+", name.lower()).replace("_", " ")).split()
     text = " ".join([*(_COUNTS.get(word, word) for word in words[:1]), *words[1:]])

@@ -44,7 +44,7 @@ def why_missing(name: str, error: ImportError, extra: str = "") -> str:
     it, or it is there and fails with a message of its own."""
     try:
         found = importlib.util.find_spec(name) is not None
-    except ValueError:  # a module without a spec, such as a test's stand-in
+    except ValueError:  # a module without a spec, which a test made
         found = False
     if found:
         return f"installed and cannot be imported: {' '.join(str(error).split())}"

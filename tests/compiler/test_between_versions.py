@@ -1,4 +1,4 @@
-"""What files of an earlier version promise: those of 0.1 (versions/v0_1) are read, and train on to the same losses."""
+"""Files of 0.1 (versions/v0_1) are read by this version, and train on to the same losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def compiled(**more: Any) -> penstock.Job:
+def compile_net(**more: Any) -> penstock.Job:
     machine = penstock.Hardware.cpu(num_devices=2, memory="64MB", dram="256MB")
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
     return penstock.compile(Net(), machine, example_inputs=batches()[0], optimizer=optimizer, **more)
@@ -55,7 +55,7 @@ def copy(tmp_path: Path) -> Iterator[Path]:
 def test_a_plan_file_gives_the_same_plan() -> None:
     plan = Plan.load(FILES / "job" / "plan.json")
     assert plan.hash == EXPECTED["hash"]
-    with compiled(plan=FILES / "job" / "plan.json") as job:
+    with compile_net(plan=FILES / "job" / "plan.json") as job:
         assert job.plan.hash == EXPECTED["hash"]
 
 
@@ -68,25 +68,25 @@ def test_a_job_folder_runs_and_a_checkpoint_goes_on() -> None:
 
 @pytest.mark.multi
 def test_a_checkpoint_goes_on_under_another_plan() -> None:
-    with compiled(strategy="gpipe", micro_batches=4) as job:
+    with compile_net(strategy="gpipe", micro_batches=4) as job:
         job.resume(FILES / "checkpoint")
         assert job.step(batches()[2]).item() == pytest.approx(EXPECTED["losses"][2], rel=1e-5)
 
 
-def changed(file: Path, **fields: Any) -> None:
+def change(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def test_files_of_a_later_version_are_refused_with_what_to_do(copy: Path) -> None:
-    changed(copy / "job" / "plan.json", of_later=1)
+    change(copy / "job" / "plan.json", of_later=1)
     with pytest.raises(PlanError, match=r"plan\.json: of_later.*another version of Penstock.*search anew"):
         Plan.load(copy / "job" / "plan.json")
-    changed(copy / "checkpoint" / "manifest.json", version=2)
-    with compiled() as job, pytest.raises(CheckpointError, match=r"version 2; this .*reads version 1.*A later"):
+    change(copy / "checkpoint" / "manifest.json", version=2)
+    with compile_net() as job, pytest.raises(CheckpointError, match=r"version 2; this .*reads version 1.*A later"):
         job.resume(copy / "checkpoint")
 
 
 def test_settings_of_a_later_version_are_refused_with_what_to_do(copy: Path) -> None:
-    changed(copy / "job" / "settings.json", of_later=1)
+    change(copy / "job" / "settings.json", of_later=1)
     with pytest.raises(PlanError, match=r"settings\.json: of_later.*another version.*compile the job again"):
         penstock.load(copy / "job", Net())

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.compiler.models.named import cached_directory, find_model
+from penstock.compiler.models.hub import cached_directory
+from penstock.compiler.models.named import find_model
 from penstock.ir.errors import PlanError
 
 CODE = """

@@ -202,5 +202,5 @@ def test_recordings_have_the_length_that_the_encoder_takes() -> None:
 
 def test_rows_of_models_that_see_are_text() -> None:
     named = find_model("Qwen/Qwen2.5-VL-3B-Instruct")
-    assert named.head == "image-text-to-text"
+    assert named.head == "image-text-to-text" and named.has_vision and not find_model("gpt2").has_vision
     assert set(named.random_batch(2, 16)) == {"input_ids", "attention_mask", "labels"}
