@@ -82,6 +82,15 @@ def test_the_version_is_that_of_the_changelog() -> None:
     assert all(len(section.splitlines()) < 60 for section in sections)
 
 
+def test_the_pages_of_the_project_are_there() -> None:
+    assert "bash .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    report = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+    assert all(wanted in report for wanted in ("penstock --version", "penstock hardware", "job.explain()"))
+    for page in ("SECURITY.md", "CODE_OF_CONDUCT.md", "ROADMAP.md", "CONTRIBUTING.md"):
+        links = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
+        assert links and all((ROOT / link).exists() for link in links), page
+
+
 @pytest.mark.slow
 def test_a_wheel_is_refused_on_an_older_python(wheel: Path, tmp_path: Path) -> None:
     assert wheel.name.startswith(f"penstock-{penstock.__version__}-py3-none-any")
