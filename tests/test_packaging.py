@@ -92,12 +92,16 @@ def test_the_pages_of_the_project_are_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_is_refused_on_an_older_python(wheel: Path, tmp_path: Path) -> None:
-    assert wheel.name.startswith(f"penstock-{penstock.__version__}-py3-none-any")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--dry-run"]
-    older = ["--python-version", "3.9", "--only-binary", ":all:", "--target", str(tmp_path)]
-    done = subprocess.run([*pip, *older, wheel], capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "requires a different Python: 3.9.0 not in '>=3.10'" in done.stderr
+def test_a_wheel_is_refused_on_an_older_python(wheel: Path) -> None:
+    assert wheel.name == f"penstock-{penstock.__version__}-py3-none-any.whl"
+    metadata = zipfile.ZipFile(wheel).read(f"penstock-{penstock.__version__}.dist-info/METADATA").decode()
+    assert "\nRequires-Python: >=3.10\n" in metadata
+    older = shutil.which("python3.9")
+    if older is None or subprocess.run([older, "-m", "pip", "--version"], capture_output=True).returncode:
+        pytest.skip("no Python 3.9 with pip is here to be refused")
+    install = [older, "-m", "pip", "install", "--no-deps", "--dry-run", wheel]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "requires a different Python: 3.9" in done.stderr
 
 
 STEP = """
