@@ -319,6 +319,10 @@ def rows(s: Sources) -> list[tuple[str, str, Callable[[], Fields], Fields]]:
             "max_position_embeddings": 393216,
         },
     )  # fmt: skip
+    says(
+        "mistralai/Ministral-3-8B-Instruct-2512", "transformers", "mistral3",
+        text_config={"model_type": "ministral3"}, tie_word_embeddings=False,
+    )  # fmt: skip
     mlc("mistralai/Ministral-3-3B-Instruct-2512", "ministral3_3b_2512", model_type="mistral3")
     # Phi
     lit("microsoft/phi-2", "phi-2", "phi")
@@ -343,13 +347,22 @@ def rows(s: Sources) -> list[tuple[str, str, Callable[[], Fields], Fields]]:
     for name in ("GLM-5", "GLM-5.1", "GLM-5.2"):
         ai(f"zai-org/{name}")
     maxt("deepseek-ai/DeepSeek-V2-Lite", "deepseek2-16b")
+    says(
+        "deepseek-ai/DeepSeek-V2", "maxtext", "deepseek_v2", vocab_size=102400, hidden_size=5120,
+        intermediate_size=12288, num_hidden_layers=60, num_attention_heads=128, num_key_value_heads=128,
+        moe_intermediate_size=1536, n_routed_experts=160, num_experts_per_tok=6, n_shared_experts=2,
+        first_k_dense_replace=1, routed_scaling_factor=16.0, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=163840,
+    )  # fmt: skip
     says("deepseek-ai/DeepSeek-V3", "transformers", "deepseek_v3")
     says("deepseek-ai/DeepSeek-R1", "transformers", "deepseek_v3")
     says("deepseek-ai/DeepSeek-V3.1", "transformers", "deepseek_v3")
     ai("deepseek-ai/DeepSeek-V3.2")
-    ai("deepseek-ai/DeepSeek-V4-Flash")
+    for name in ("Flash", "Pro"):
+        ai(f"deepseek-ai/DeepSeek-V4-{name}")
     ai("moonshotai/Kimi-K2-Instruct", model_type="deepseek_v3")
-    ai("MiniMaxAI/MiniMax-M2.5")
+    for version in ("2.5", "2.7"):
+        ai(f"MiniMaxAI/MiniMax-M{version}")
     says("MiniMaxAI/MiniMax-M2", "transformers", "minimax_m2")
     # OLMo, Granite, Nemotron and others
     lit("allenai/OLMo-1B-hf", "OLMo-1B-hf", "olmo")
