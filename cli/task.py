@@ -85,9 +85,11 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     if options.split != "train" and not any((path / SPLITS).is_file() for path in options.data):
         raise PlanError(f"--split {options.split}: no --data is a folder that `datasets` saved with several splits")
     named = options.named_model()
-    if named.inputs is not None:
+    item = named.items(options.batch, options.sequence)[1]
+    if item != "token":
+        inputs = "inputs of its own" if named.inputs is not None else f"{item}s"
         raise PlanError(
-            f"penstock train reads text, and {options.model} takes inputs of its own; call penstock.compile(model, "
+            f"penstock train reads text, and {options.model} takes {inputs}; call penstock.compile(model, "
             "hardware, example_inputs=...) from Python, and job.step with each batch"
         )
     named.check_sequence(options.sequence)
@@ -158,9 +160,10 @@ def _require_fitting(options: TrainOptions, named: NamedModel, codec: Codec, kin
         raise PlanError(f"--best-by accuracy: {kind} is evaluated by its loss; accuracy is for {' and '.join(COUNTED)}")
     if options.beta is not None and kind != "preference":
         raise PlanError(f"--beta {options.beta:g}: it is for pairs of answers, and the data is {kind}; leave it out")
-    if codec.vocab_size > named.config.vocab_size:
+    known = named.config.get_text_config().vocab_size
+    if codec.vocab_size > known:
         raise PlanError(
-            f"the tokenizer has {codec.vocab_size} tokens, {options.model} {named.config.vocab_size}; "
+            f"the tokenizer has {codec.vocab_size} tokens, {options.model} {known}; "
             f"allowed: {options.model}:vocab_size={codec.vocab_size} with new weights, or the model's own tokenizer"
         )
     if kind == "preference" and options.adapter is None:
