@@ -201,6 +201,8 @@ def answer(options: JobOptions, job: Job, figures: Figures, failures: FailureRep
     ]
     if idle := _idle_devices(job, figures):
         lines.append(_line("not used", ", ".join(idle)))
+    if options.named_model().has_vision:
+        lines.append(_line("rows", "text alone; penstock.compile plans a batch with images from Python"))
     if note := unquantised_note(job.model):
         lines.append(_line("base", note))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
