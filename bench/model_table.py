@@ -42,7 +42,7 @@ COSMETIC = {
     "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache",
     "transformers_version", "_name_or_path", "task_specific_params", "initializer_range", "id2label", "label2id",
     "quantization_config", "tokenizer_class", "unk_token_id", "cls_token_id", "sep_token_id", "mask_token_id",
-    "decoder_start_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "init_args",
+    "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "init_args",
     "init_class", "mamba_ssm_dtype", "model_max_length", "torchscript", "name", "attn_implementation",
 }  # fmt: skip
 # Fields that stay though a class has them as defaults, so that a row says how large its model is.
@@ -396,8 +396,8 @@ def rows(s: Sources) -> list[tuple[str, str, Callable[[], Fields], Fields]]:
     says("microsoft/mpnet-base", "transformers", "mpnet")
     # T5
     for name in ("base", "large"):
-        paddle(f"google/t5-v1_1-{name}", "t5", f"t5-v1_1-{name}", "t5", **UNTIED)
-        paddle(f"google/flan-t5-{name}", "t5", f"t5-v1_1-{name}", "t5", **UNTIED)
+        paddle(f"google/t5-v1_1-{name}", "t5", f"t5-v1_1-{name}", "t5", decoder_start_token_id=0, **UNTIED)
+        paddle(f"google/flan-t5-{name}", "t5", f"t5-v1_1-{name}", "t5", decoder_start_token_id=0, **UNTIED)
     says("google/mt5-small", "transformers", "mt5", **UNTIED)
     # Images and speech
     says("facebook/dinov2-base", "transformers", "dinov2", num_labels=1000)
