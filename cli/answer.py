@@ -186,6 +186,8 @@ def answer(options: JobOptions, job: Job, figures: Figures, failures: FailureRep
         f"{options.model} on {job.hardware.name}: {rows}, {plan.precision}, plan {plan.hash}",
         *answer_lines(job.model, plan, job.hardware, stages, (figures.items, item), busiest),
     ]
+    if options.named_model().has_vision:
+        lines.append(line("rows", "text alone; penstock.compile plans a batch with images from Python"))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
         lines.append(line("proof", plan.notes[PartitionMip.name]))
     if figures.tokens is not None:

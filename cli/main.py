@@ -39,6 +39,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+
+def print_version(wanted: bool) -> None:
+    """Print the versions that a report of a fault needs."""
+    if not wanted:
+        return
+    version = sys.modules[str(__package__).partition(".")[0]].__version__
+    print(f"penstock {version}, torch {metadata.version('torch')}, Python {sys.version.split()[0]}")
+    raise typer.Exit()
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version, and do nothing")
+    ] = False,
+) -> None:
+    pass
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="plain data on stdout instead of tables")]
 Written = Annotated[Path | None, typer.Argument(help="a directory that `penstock plan --out` wrote")]
 

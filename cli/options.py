@@ -115,7 +115,9 @@ class JobOptions:
     ] = 600.0
     head: Annotated[
         str | None,
-        typer.Option(help="causal-lm, classification, seq2seq, image-classification, image-text; default: by model"),
+        typer.Option(
+            help="causal-lm, classification, seq2seq, image-classification, image-text-to-text; default: by model"
+        ),
     ] = None
     labels: Annotated[int | None, typer.Option(min=1, help="number of classes of a classifier")] = None
     adapter: Annotated[
@@ -234,7 +236,8 @@ class JobOptions:
 
         if self.precision != "auto":
             return self.precision
-        is_on_base = self.base is not None or (self.adapter is not None and self.named_model().is_published_packed)
+        named = self.named_model() if self.adapter is not None else None
+        is_on_base = named is not None and bool(named.base or named.is_published_packed)
         return PRECISION if is_on_base else natural_precision(hardware)
 
     def profiling(self) -> bool | Path:

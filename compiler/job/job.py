@@ -34,6 +34,7 @@ from .changes.model import Taken
 from .changes.param_groups import GroupOptions, read_groups
 from .counts import LossWeight
 from .feed import Feed
+from .forms import Forms
 from .one_call import OneCall, one_call
 from .outputs import Outputs
 from .pages import Pages
@@ -76,7 +77,8 @@ class Job:
         prologue = None if replanner is None else replanner.prologue
         self._feed = Feed.for_folder(model, folder, own_device() if TorchrunDriver.is_present() else None, prologue)
         self._run = JobRun(model, folder, self.programs, self._feed, directory, trust)
-        self._inputs = StepInputs(self._run, loss_weight, Taken(model, folder, loss_weight, replanner))
+        forms = Forms.find(self._run, replanner)
+        self._inputs = StepInputs(self._run, loss_weight, Taken(model, folder, loss_weight, replanner), forms)
         self._saves = Saves(self._run, self._ties)
         self._pages = Pages(folder, self.programs, records, replanner, trust)
 

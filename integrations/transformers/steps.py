@@ -159,8 +159,10 @@ class StepsByJob(Host):
         if self._form is None:
             self._form = self._found_form(batches[0])
         form = self._form.shorten(batches) if "dynamic_shapes" in self.compile_options else self._form
-        batch = self._gather_batches([form.pad(each) for each in batches])
-        tokens = batch[TOKENS].numel() if TOKENS in batch else count_rows(batch)
+        padded = [form.pad(each) for each in batches]
+        batch = padded if self._takes_list(padded) else self._gather_batches(padded)
+        each = batch if isinstance(batch, list) else [batch]
+        tokens = sum(part[TOKENS].numel() if TOKENS in part else count_rows(part) for part in each)
         if self.job is None:
             self.job, self._broadcast = self._begin_job(batch)
             self._watch = StragglerWatch(self.job, self._total_steps)
@@ -199,9 +201,26 @@ class StepsByJob(Host):
         self._broadcast.offered(offer, how)
         logger.warning("%s; to take the plan, %s", offer.describe(), how)
 
-    def _fill(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fill the batch up to the rows of every step."""
+    def _takes_list(self, batches: list[dict[str, Tensor]]) -> bool:
+        """Whether a step takes these batches as its micro-batches, as they have images of several sizes."""
         assert self._form is not None
+        if self.args.world_size > 1 or not self._form.has_own_sizes(batches):
+            return False
+        count = self.args.gradient_accumulation_steps
+        planned = self.compile_options.get("micro_batches", count) if self.job is None else self.job.plan.micro_batches
+        if planned != count:
+            raise BatchError(
+                f"images have several sizes, so that a step takes its {count} batches as micro-batches, and the plan "
+                f"has micro_batches={planned}: set gradient_accumulation_steps={planned}, or give "
+                f"compile_options={{'micro_batches': {count}}}"
+            )
+        return True
+
+    def _fill(self, batch: Any) -> Any:
+        """Fill the batch up to the rows of every step, or a list of micro-batches up to their number."""
+        assert self._form is not None
+        if isinstance(batch, list):
+            return self._form.fill_list(batch, self.args.gradient_accumulation_steps)
         missing = self._form.rows - count_rows(batch)
         if missing and (reason := why_not_fillable(batch, self.model, self.job)):
             raise BatchError(
@@ -210,7 +229,7 @@ class StepsByJob(Host):
             )
         return self._form.fill(batch)
 
-    def _take_step(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
+    def _take_step(self, job: Job, batch: Any) -> Tensor:
         return job.step(batch)
 
     def _found_form(self, batch: Any) -> BatchForm:
@@ -233,13 +252,14 @@ class StepsByJob(Host):
             return batch
         return {name: self.accelerator.gather(value.to(self.args.device)).cpu() for name, value in batch.items()}
 
-    def _begin_job(self, batch: dict[str, Tensor]) -> tuple[Job, Broadcast]:
+    def _begin_job(self, batch: Any) -> tuple[Job, Broadcast]:
         """The job, and who is told of its steps, until the run ends."""
         assert self._form is not None
-        self._require_whole_batches(why_not_fillable(batch, self.model))
+        first = batch[0] if isinstance(batch, list) else batch
+        self._require_whole_batches(why_not_fillable(first, self.model))
         listeners = self._listeners()
         job = self._run.enter_context(self._compile(self._fill(batch)))
-        self._require_whole_batches(why_not_fillable(batch, self.model, job))
+        self._require_whole_batches(why_not_fillable(first, self.model, job))
         if self._checkpoint is not None:
             job.resume(Path(self._checkpoint) / FOLDER)
         broadcast = self._run.enter_context(telling(Broadcast(job, listeners)))
@@ -274,7 +294,7 @@ class StepsByJob(Host):
         """The module that the job trains: the model, or the model with its loss."""
         return self.model
 
-    def _compile(self, batch: dict[str, Tensor]) -> Job:
+    def _compile(self, batch: Any) -> Job:
         args = self.args
         self.model.train()
         schedule = partial(
@@ -361,6 +381,8 @@ class StepsByJob(Host):
         whole = self._gather_batches([own])
         batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""
+        if self._form.has_own_sizes([batch]):
+            reason = reason or "its images have several sizes"
         if count_rows(batch) % self._form.rows:
             reason = reason or why_not_fillable(batch, self.model, self.job)
         if reason:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import penstock
 from penstock.cli.main import main
 from penstock.cli.options import JobOptions
 from penstock.ir.errors import PlanError
@@ -249,6 +251,31 @@ def test_mistakes_are_one_message_on_stderr(run: Run, arguments: list[str], said
     assert code == 2
     assert err.startswith("error: ") and said in err
     assert "Traceback" not in err
+
+
+def test_the_version(run: Run) -> None:
+    status, shown, _ = run("--version")
+    assert status == 0 and shown.startswith(f"penstock {penstock.__version__}, torch {torch.__version__}, Python 3.")
+
+
+def test_an_adapter_on_a_quantised_base_is_planned_without_their_libraries(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("peft", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    model = "llama3.2:1b:num_hidden_layers=2,hidden_size=256,intermediate_size=512,vocab_size=512"
+    adapter = ("--adapter", "lora:r=64", "--base", "nf4")
+    status, shown, said = run("plan", "--model", model, *adapter, "--hardware", "4090", "--sequence", "64", "--json")
+    assert status == 0, said
+    assert json.loads(shown)["precision"] == "bf16-true"
+
+
+def test_training_on_a_gpu_that_is_not_here_is_refused_before_data_is_read(run: Run, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    arguments = ("--data", str(tmp_path / "nothing.txt"), "--hardware", "4090", "--out", str(tmp_path / "out"))
+    status, _, said = run("train", "--model", GPT, *arguments)
+    assert status == 2 and "rtx4090x1: the plan needs 1 GPU on a host, torch" in said and "sees 0 here" in said
 
 
 def test_debug_shows_where_an_error_came_from() -> None:
