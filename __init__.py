@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if sys.version_info < (3, 10):  # noqa: UP036  (a clone may be imported by any Python)
     raise ImportError(f"Penstock needs Python 3.10 or newer; this is Python {sys.version.split()[0]}")
 
+__version__ = "0.2.0"
+
 if TYPE_CHECKING:
     from .compiler.api import compile
     from .compiler.job.background import BackgroundSave

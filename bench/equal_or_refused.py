@@ -224,7 +224,7 @@ def train_plan(case: Case, net: nn.Module, devices: int, micro_batches: Any) -> 
                 job.sync()
                 case.between(net)
         job.sync()
-        says = "forward updates the buffer" in " ".join(job.explain().split())
+        says = "forward updates the buffer" in " ".join(job.explain(full=True).split())
         return {"losses": losses, "state": net.state_dict(), "taken": job.plan.micro_batches, "says": says}
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,11 +37,13 @@ class AdapterRow:
         return asdict(self)
 
 
-def adapter_rows(options: JobOptions, ranks: Sequence[int]) -> list[AdapterRow]:
-    """Rows of all bases and ranks. Raises an error of the model or of the hardware document itself."""
+def adapter_rows(options: JobOptions, ranks: Sequence[int], tell: Callable[[str], None]) -> list[AdapterRow]:
+    """Rows of all bases and ranks. `tell` hears of each before it is planned. Raises an error of the model or of the
+    hardware document itself."""
     rows = []
     for base in BASES:
         for rank in ranks:
+            tell(f"a base of {base} with rank {rank}")
             chosen = dataclasses.replace(options, base=base, adapter=f"lora:r={rank}")
             try:
                 job = chosen.compile()

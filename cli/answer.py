@@ -186,6 +186,8 @@ def answer(options: JobOptions, job: Job, figures: Figures, failures: FailureRep
         f"{options.model} on {job.hardware.name}: {rows}, {plan.precision}, plan {plan.hash}",
         *answer_lines(job.model, plan, job.hardware, stages, (figures.items, item), busiest),
     ]
+    if options.named_model().has_vision:
+        lines.append(line("rows", "text alone; penstock.compile plans a batch with images from Python"))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
         lines.append(line("proof", plan.notes[PartitionMip.name]))
     if figures.tokens is not None:
@@ -207,12 +209,12 @@ def _instead(rate: float, item: str, others: Sequence[Alternative]) -> Iterator[
     faster = sorted((text for text in speeds if speeds[text] >= FASTER * rate), key=lambda text: -speeds[text])
     width = max(map(len, faster), default=0)
     for number, text in enumerate(faster):
-        said = f"{text:{width}}  {figure(speeds[text])} {item}s a second, {speeds[text] / rate:.2f} times as many"
+        said = f"{text:{width}}  {figure(speeds[text])} {item}s a second, {speeds[text] / rate:.2f} times the speed"
         yield line("instead" if number == 0 else "", said)
     rest = [text for text in speeds if text not in faster]
     rest += [f"{other.options} ({other.reason})" for other in others if other.reason]
     if rest:
-        yield line("no faster", f"{'; '.join(rest)}; as far as short searches tell")
+        yield line("no faster", f"{'; '.join(rest)}; by a short search")
 
 
 def _duration(figures: Figures) -> str:

@@ -39,6 +39,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+
+def print_version(wanted: bool) -> None:
+    """Print the versions that a report of a fault needs."""
+    if not wanted:
+        return
+    version = sys.modules[str(__package__).partition(".")[0]].__version__
+    print(f"penstock {version}, torch {metadata.version('torch')}, Python {sys.version.split()[0]}")
+    raise typer.Exit()
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version, and do nothing")
+    ] = False,
+) -> None:
+    pass
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="plain data on stdout instead of tables")]
 Written = Annotated[Path | None, typer.Argument(help="a directory that `penstock plan --out` wrote")]
 
@@ -53,7 +73,7 @@ def plan(
     options: PlanOptions,
     out: Annotated[Path | None, typer.Option(help="write the programs and the plan to this directory")] = None,
     dump_passes: Annotated[
-        bool, typer.Option("--dump-passes", help="also the programs after each pass: in OUT/passes, or printed")
+        bool, typer.Option("--dump-passes", help="write the programs after each pass to OUT/passes, or print them")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write a page that shows the plan, for a browser")] = None,
     *,
@@ -62,31 +82,28 @@ def plan(
 ) -> None:
     """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way.
 
-    With several --hardware: what each of them makes of the model, and for how much money.
+    With several --hardware: a comparison of their speed and price.
     """
     from ..compiler.planning import sharing
-    from ..compiler.report.failures import failure_report, with_failures
-    from .answer import alternatives as other_plans
-    from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
-    from .figures import Alternative, figures_of
 
-    count = None if shown.tokens is None else parse_tokens(shown.tokens)
     several = len(options.hardware or ()) > 1
-    if several and (out is not None or dump_passes or options.plan is not None or shown.full):
-        raise PlanError("--out, --dump-passes, --plan and --full are for one machine; give one --hardware with them")
-    if options.prove and (several or options.plan is not None):
-        raise PlanError("--prove is for one machine and a plan that is searched; leave it, or --plan, out")
-    if several and (count is not None or shown.price is not None):
-        raise PlanError("--tokens and --price are for the answer about one machine; leave them out")
-    if several and (shown.mtbf is not None or shown.storage is not None):
-        raise PlanError("--mtbf and --storage are for one machine; give one --hardware with them")
-    if count is not None:
-        require_tokens(options)
-    if html is not None:
-        from ..compiler.report.page.write import require_writable
+    if several:
+        _require_one_machine(options, shown, out is not None or dump_passes)
+    if options.prove and options.plan is not None:
+        raise PlanError("--prove is for a plan that is searched; leave it, or --plan, out")
+    with sharing(), working(None if several else options.items) as tell:  # imports alone take seconds
+        from ..compiler.report.failures import failure_report, with_failures
+        from .answer import alternatives as other_plans
+        from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
+        from .figures import Alternative, figures_of
 
-        require_writable(html)
-    with sharing(), working(None if several else options.items) as tell:
+        count = None if shown.tokens is None else parse_tokens(shown.tokens)
+        if count is not None:
+            require_tokens(options)
+        if html is not None:
+            from ..compiler.report.page.write import require_writable
+
+            require_writable(html)
         if several:
             compare(options, as_json, html)
             return
@@ -128,6 +145,17 @@ def plan(
         screen.print(f"written to {out}; next: penstock explain {out}, penstock simulate {out}")
 
 
+def _require_one_machine(options: PlanOptions, shown: AnswerOptions, writes: bool) -> None:
+    """Raise `PlanError` for an option that goes with the answer about one machine only."""
+    given = {
+        "--out or --dump-passes": writes, "--plan": options.plan is not None, "--full": shown.full,
+        "--prove": options.prove, "--tokens": shown.tokens is not None, "--price": shown.price is not None,
+        "--mtbf": shown.mtbf is not None, "--storage": shown.storage is not None,
+    }  # fmt: skip
+    if found := [name for name, is_given in given.items() if is_given]:
+        raise PlanError(f"{', '.join(found)}: for one machine; give one --hardware, or leave {found[0]} out")
+
+
 @app.command(
     epilog="Example: penstock simulate --model t5-3b --hardware rtx4090x4 --batch 8 --sequence 512 --trace step.json"
 )
@@ -138,8 +166,9 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(help="write a timeline that Perfetto opens")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """One training step on the described hardware, without running anything: of a written directory, or of a model."""
-    timeline = _job_of(directory, options).simulate()
+    """Simulate one training step on the described hardware, of a written directory or of a model. Nothing runs."""
+    with working():
+        timeline = _job_of(directory, options).simulate()
     if trace is not None:
         timeline.to_chrome_trace(trace)
     from .tables import console, timeline_json, timeline_tables
@@ -161,13 +190,14 @@ def simulate(
 @takes(JobOptions)
 def adapters(
     options: JobOptions,
-    rank: Annotated[list[int] | None, typer.Option(min=1, help="ranks of LoRA; repeatable; without it 16")] = None,
+    rank: Annotated[list[int] | None, typer.Option(min=1, help="rank of LoRA; repeatable; default 16")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Frozen bases (bf16, int8, nf4) and ranks of LoRA that fit a machine, and their speed: one plan for each."""
-    from .adapter_table import adapter_rows, adapter_tables
+    """Compare frozen bases (bf16, int8, nf4) and ranks of LoRA on a machine: a plan and its speed for each."""
+    with working() as tell:
+        from .adapter_table import adapter_rows, adapter_tables
 
-    rows = adapter_rows(options, rank or [16])
+        rows = adapter_rows(options, rank or [16], tell)
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=1))
         return
@@ -179,9 +209,16 @@ def adapters(
 
 @app.command(epilog="Example: penstock explain --model gpt2-xl --hardware rtx3090x2 --batch 8 --sequence 1024")
 @takes(JobOptions)
-def explain(options: JobOptions, directory: Written = None) -> None:
-    """Explain a plan: stages, what bounds the step, what would help, the rivals and why they lost."""
-    print(_job_of(directory, options).explain())
+def explain(
+    options: JobOptions,
+    directory: Written = None,
+    full: Annotated[bool, typer.Option("--full", help="all of it: stages, bounds, what would help, rivals")] = False,
+) -> None:
+    """Explain a plan: the answer of `penstock plan`. With --full: stages, what bounds the step, what would help, the
+    rivals and why they lost."""
+    with working(options.items if directory is None else None):
+        text = _job_of(directory, options).explain(full=full)
+    print(text)
 
 
 @app.command(
@@ -193,7 +230,7 @@ def check(
     options: JobOptions,
     job: Annotated[Path | None, typer.Option(help="a directory that `penstock plan --out` wrote")] = None,
     steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 3,
-    trust: Annotated[bool, typer.Option("--trust", help="run the files of --job as they are")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="run the files of --job even if they were edited")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train by the plan and by plain PyTorch on the same seeds and compare. Exit code 1 where they differ."""
@@ -222,11 +259,11 @@ def train(
     context: typer.Context,
     options: TrainOptions,
     config: Annotated[Path | None, typer.Argument(help="a YAML file with sections of these options")] = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="print the whole file, and do nothing")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print the whole file and exit")] = False,
 ) -> None:
     """Fine-tune a causal language model, an encoder-decoder or a classifier. Ctrl-C stops it after the step under way.
 
-    An option that is given counts more than the file.
+    An option on the command line overrides the file.
     """
     from .config import config_text, read_config
 
@@ -259,7 +296,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 @app.command(epilog="Example: penstock profile --model gpt2 --hardware auto --batch 4 --sequence 512 --micro-batches 4")
 @takes(JobOptions)
 def profile(options: JobOptions, as_json: AsJson = False) -> None:
-    """Time one block of each kind on this machine: forward, forward that keeps (again), backward, and by the rates."""
+    """Time one block of each kind on this machine, forward and backward, beside the times that the rates predict."""
     from .profile_table import profile_report, profile_tables
     from .tables import console
 
@@ -279,10 +316,10 @@ def show_hardware(
         list[str] | None, typer.Option("--set", help="change a figure, such as dram=4TB; repeatable")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="also time links, disks, matrix products and optimizer (20 s)")
+        bool, typer.Option("--measure", help="also time links, disks, matrix products and the optimizer (20 s)")
     ] = False,
-    save: Annotated[Path | None, typer.Option(help="write it as YAML, for --hardware")] = None,
-    names: Annotated[bool, typer.Option("--list", help="the names of all presets")] = False,
+    save: Annotated[Path | None, typer.Option(help="write the machine as YAML, for --hardware")] = None,
+    names: Annotated[bool, typer.Option("--list", help="print the names of all presets")] = False,
 ) -> None:
     """Describe a machine: this one, a preset, or a YAML document."""
     if names:

@@ -5,6 +5,7 @@ Heavy imports are inside the functions, so that a mistake in the options is repo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -37,12 +38,15 @@ class JobOptions:
     """The model to plan, the machine and the settings. Every field is an option of the command line."""
 
     model: Annotated[
-        str | None, typer.Option(help="gpt2, t5-11b ..., a config.json or a directory; gpt2:n_layer=96,n_embd=12288")
+        str | None,
+        typer.Option(
+            help="a name (gpt2, llama-8b), a config.json or a directory; with other dimensions: gpt2:n_layer=96"
+        ),
     ] = None
     hardware: Annotated[
         list[str] | None,
         typer.Option(
-            help="a preset, a YAML file, cpu (small CPU devices), or auto, the default: this machine. "
+            help="a preset (4090x2), a YAML file, cpu (small CPU devices), or auto, the default: this machine. "
             "`penstock plan` compares several: repeat it"
         ),
     ] = None
@@ -55,7 +59,9 @@ class JobOptions:
     ] = None
     batch: Annotated[int, typer.Option(min=1, help="rows of the global batch")] = 4
     sequence: Annotated[int, typer.Option(min=1, help="tokens in a row")] = 512
-    micro_batches: Annotated[int | None, typer.Option(help="a divisor of the batch; without it: search")] = None
+    micro_batches: Annotated[
+        int | None, typer.Option(help="number of micro-batches, a divisor of the batch; default: by search")
+    ] = None
     precision: Annotated[
         str,
         typer.Option(
@@ -64,33 +70,31 @@ class JobOptions:
         ),
     ] = "auto"
     gradient_dtype: Annotated[
-        str, typer.Option(help="in which gradients of several micro-batches are added up: fp32, or compute")
+        str, typer.Option(help="type in which gradients of micro-batches are summed: fp32, or compute")
     ] = "fp32"
     boundary_dtype: Annotated[
-        str, typer.Option(help="of activations between stages that autocast leaves in fp32: compute, or fp32")
+        str, typer.Option(help="type of activations between stages that autocast leaves in fp32: compute, or fp32")
     ] = "compute"
     strategy: Annotated[
         str,
         typer.Option(
-            help="auto, mobius, ftpipe, fuyou, mobius-ssd, gpipe, zero3-offload ..., or a pipeline of passes as text"
+            help="auto, the name of a strategy (mobius, ftpipe, fuyou, gpipe, zero3-offload), or a pipeline of passes"
         ),
     ] = "auto"
     search_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="work after which auto tries nothing new; default 33 s of a core")
+        float | None, typer.Option(min=0.0, help="seconds of a core for the search of auto; default 33")
     ] = None
-    plan: Annotated[Path | None, typer.Option(help="a saved plan to carry out instead of a search")] = None
+    plan: Annotated[Path | None, typer.Option(help="file of a saved plan to carry out instead of a search")] = None
     profile: Annotated[
         bool,
-        typer.Option(help="time one block of each kind on this machine; else: by the hardware's rates"),
+        typer.Option(help="time one block of each kind on this machine instead of using the hardware's rates"),
     ] = False
     profile_cache: Annotated[
-        Path | None, typer.Option(help="directory for what --profile measured; default ~/.cache/penstock/profiles")
+        Path | None, typer.Option(help="directory of times that --profile measured; default ~/.cache/penstock/profiles")
     ] = None
     optimizer: Annotated[str, typer.Option(help="a class of torch.optim, in any case")] = "adamw"
     lr: Annotated[float, typer.Option(help="learning rate")] = 5e-5
-    weight_decay: Annotated[
-        float | None, typer.Option(min=0.0, help="of the optimizer; without it: its own default")
-    ] = None
+    weight_decay: Annotated[float | None, typer.Option(min=0.0, help="weight decay; default: the optimizer's")] = None
     no_decay: Annotated[
         list[str] | None,
         typer.Option(help='pattern of parameter names without weight decay, such as "*.bias"; repeatable'),
@@ -98,33 +102,37 @@ class JobOptions:
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None
     ssd_dir: Annotated[
         list[Path] | None,
-        typer.Option(help="directory for files, of plans that keep something on SSD; repeat it for each SSD"),
+        typer.Option(help="directory for the files of a plan that uses SSDs; repeat it for each SSD"),
     ] = None
-    ssd_verify: Annotated[bool, typer.Option(help="check all that is read from SSD")] = False
+    ssd_verify: Annotated[bool, typer.Option(help="verify the checksums of all data read from SSD")] = False
     kernels: Annotated[
         str, typer.Option(help="written: a model's calls one by one; fused: chains of pointwise calls as one kernel")
     ] = "written"
     compile_stages: Annotated[bool, typer.Option(help="run repeated blocks by torch.compile")] = False
     cuda_graphs: Annotated[bool, typer.Option(help="run stages that stay on their GPU from CUDA graphs")] = False
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="seconds until a device or rank of which nothing is heard counts as lost")
+        float, typer.Option(min=1.0, help="seconds of silence after which a device or rank counts as lost")
     ] = 600.0
     head: Annotated[
         str | None,
-        typer.Option(help="causal-lm, classification, seq2seq, image-classification, image-text; without it: by model"),
+        typer.Option(
+            help="causal-lm, classification, seq2seq, image-classification, image-text-to-text; default: by model"
+        ),
     ] = None
-    labels: Annotated[int | None, typer.Option(min=1, help="classes of a classifier")] = None
+    labels: Annotated[int | None, typer.Option(min=1, help="number of classes of a classifier")] = None
     adapter: Annotated[
         str | None,
-        typer.Option(help="train an adapter of PEFT only: lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"),
+        typer.Option(help="train a LoRA adapter only: lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"),
     ] = None
     base: Annotated[
         str | None,
-        typer.Option(help="the frozen weights under --adapter: bf16, int8, nf4 (bitsandbytes); the rest is bf16-true"),
+        typer.Option(
+            help="form of the frozen weights under --adapter: bf16, int8, nf4 (bitsandbytes); the rest is bf16-true"
+        ),
     ] = None
-    dropout: Annotated[bool, typer.Option(help="as the model has it, or none")] = True
-    seed: Annotated[int, typer.Option(help="of dropout, new weights and the order of the data")] = 0
-    download: Annotated[bool, typer.Option(help="get an unknown model from the Hugging Face hub")] = False
+    dropout: Annotated[bool, typer.Option(help="dropout as in the model, or none")] = True
+    seed: Annotated[int, typer.Option(help="seed of dropout, new weights and the order of the data")] = 0
+    download: Annotated[bool, typer.Option(help="download the model from the Hugging Face hub")] = False
 
     def machine(self) -> Hardware:
         """The only machine. Raises `PlanError` if several are named."""
@@ -228,7 +236,8 @@ class JobOptions:
 
         if self.precision != "auto":
             return self.precision
-        is_on_base = self.base is not None or (self.adapter is not None and self.named_model().is_published_packed)
+        named = self.named_model() if self.adapter is not None else None
+        is_on_base = named is not None and bool(named.base or named.is_published_packed)
         return PRECISION if is_on_base else natural_precision(hardware)
 
     def profiling(self) -> bool | Path:
@@ -270,12 +279,12 @@ class PlanOptions(JobOptions):
     """The options that `penstock plan` takes in addition: of batches that do not exist, and of the plan's proof."""
 
     padding: Annotated[
-        bool, typer.Option(help="rows may end in padding, so that there is a mask; else all rows are full")
+        bool, typer.Option(help="plan for rows that may end in padding, with a mask; otherwise for full rows")
     ] = True
     prove: Annotated[
         bool,
         typer.Option(
-            "--prove", help="bound how far the stages of partition-mip are from the fastest; may improve them"
+            "--prove", help="bound the distance of the stages of partition-mip from the optimum; may improve them"
         ),
     ] = False
 
@@ -319,16 +328,20 @@ class TrainOptions(JobOptions):
     ] = "auto"
     column: Annotated[
         list[str] | None,
-        typer.Option(help="what the file calls a column, such as text=body; repeatable"),
+        typer.Option(help="name of a column in the file, such as text=body; repeatable"),
     ] = None
-    split: Annotated[str, typer.Option(help="of a folder that `datasets` saved with several")] = "train"
-    long_rows: Annotated[str, typer.Option(help="rows over --sequence: truncate, drop or error")] = "truncate"
+    split: Annotated[str, typer.Option(help="split to train on, of a folder that `datasets` saved with several")] = (
+        "train"
+    )
+    long_rows: Annotated[str, typer.Option(help="rows of more than --sequence tokens: truncate, drop or error")] = (
+        "truncate"
+    )
     targets: Annotated[
-        int | None, typer.Option(min=1, help="tokens in a row of an encoder-decoder's labels; without it: the longest")
+        int | None, typer.Option(min=1, help="tokens in a row of an encoder-decoder's labels; default: the longest")
     ] = None
     pack: Annotated[
         bool,
-        typer.Option(help="pack texts or chats whole into rows, none of which attends to another"),
+        typer.Option(help="pack whole texts or chats into rows; documents do not attend to each other"),
     ] = False
     image_size: Annotated[
         str | None, typer.Option(help="bring all images of chats to this size: 448, or HEIGHTxWIDTH")
@@ -336,32 +349,32 @@ class TrainOptions(JobOptions):
     streaming: Annotated[bool, typer.Option(help="read and tokenise while training, for data larger than memory")] = (
         False
     )
-    beta: Annotated[
-        float | None, typer.Option(help="of preference pairs: how near to the reference DPO stays; without it 0.1")
-    ] = None
+    beta: Annotated[float | None, typer.Option(help="beta of DPO, for preference pairs; default 0.1")] = None
     out: Annotated[Path, typer.Option(help="directory for checkpoint, trained model and programs")] = Path("out/train")
-    epochs: Annotated[float, typer.Option(min=0.0, help="times over the data, unless --max-steps")] = 1.0
-    max_steps: Annotated[int | None, typer.Option(min=1, help="training steps in all")] = None
-    schedule: Annotated[str, typer.Option(help="of the learning rate: constant, linear or cosine")] = "constant"
-    warmup_steps: Annotated[int, typer.Option(min=0, help="in which the learning rate rises from 0")] = 0
+    epochs: Annotated[float, typer.Option(min=0.0, help="passes over the data, unless --max-steps is given")] = 1.0
+    max_steps: Annotated[int | None, typer.Option(min=1, help="number of training steps")] = None
+    schedule: Annotated[str, typer.Option(help="schedule of the learning rate: constant, linear or cosine")] = (
+        "constant"
+    )
+    warmup_steps: Annotated[int, typer.Option(min=0, help="steps in which the learning rate rises from 0")] = 0
     warmup_ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="the same as a share of all steps")] = 0.0
-    save_every: Annotated[int, typer.Option(min=0, help="steps from one checkpoint to the next; 0: at the end")] = 0
+    save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: at the end only")] = 0
     save_total_limit: Annotated[
         int,
         typer.Option(min=1, help="checkpoints to keep: 1 is OUT/checkpoint itself, more are OUT/checkpoint/step-N"),
     ] = 1
-    save_on_stop: Annotated[bool, typer.Option(help="a run that Ctrl-C ends saves a checkpoint first")] = True
+    save_on_stop: Annotated[bool, typer.Option(help="save a checkpoint when Ctrl-C ends the run")] = True
     eval_every: Annotated[
-        int, typer.Option(min=0, help="steps from one evaluation to the next; the best model is kept in OUT/best")
+        int, typer.Option(min=0, help="steps between evaluations; the best model is kept in OUT/best")
     ] = 0
-    best_by: Annotated[str, typer.Option(help="what the best model has: the lowest loss, or the highest accuracy")] = (
+    best_by: Annotated[str, typer.Option(help="figure of the best model: the lowest loss, or the highest accuracy")] = (
         "loss"
     )
-    patience: Annotated[int, typer.Option(min=0, help="stop after N evaluations without a better one; 0: never")] = 0
-    resume: Annotated[bool, typer.Option(help="go on from the checkpoint in OUT")] = False
+    patience: Annotated[int, typer.Option(min=0, help="stop after N evaluations without improvement; 0: never")] = 0
+    resume: Annotated[bool, typer.Option(help="continue from the checkpoint in OUT")] = False
     elastic: Annotated[
         bool,
-        typer.Option(help="go on from the checkpoint in OUT if there is one, else begin anew"),
+        typer.Option(help="continue from the checkpoint in OUT if there is one, else start anew"),
     ] = False
     offered: Annotated[
         bool,
@@ -371,11 +384,11 @@ class TrainOptions(JobOptions):
         ),
     ] = False
     merge: Annotated[
-        bool, typer.Option(help="with --adapter: at the end also the model with the adapter merged in")
+        bool, typer.Option(help="with --adapter: also write the model with the adapter merged in")
     ] = False
     gguf: Annotated[
         str | None,
-        typer.Option(help="at the end also OUT/model/model.gguf, for llama.cpp: f16, bf16, q8_0 or f32"),
+        typer.Option(help="also write OUT/model/model.gguf, for llama.cpp: f16, bf16, q8_0 or f32"),
     ] = None
     log: Annotated[
         list[str] | None,
@@ -390,10 +403,10 @@ class TrainOptions(JobOptions):
         typer.Option(help="show the run while it trains as a page of this machine: 127.0.0.1:PORT; port 0 finds one"),
     ] = None
     eval_fraction: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")
+        float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out for evaluations")
     ] = 0.0
     eval_data: Annotated[
-        list[Path] | None, typer.Option(help="held-out data in files of their own, of the same kind; repeatable")
+        list[Path] | None, typer.Option(help="files of held-out data of the same kind; repeatable")
     ] = None
 
     @property
@@ -521,32 +534,41 @@ def _plain(text: str) -> Any:
 class AnswerOptions:
     """Options of the answer of `penstock plan`."""
 
-    tokens: Annotated[str | None, typer.Option(help="to be trained in all, such as 100M: hours, SSD life")] = None
-    price: Annotated[float | None, typer.Option(min=0.0, help="dollars an hour, where the hardware has none")] = None
+    tokens: Annotated[
+        str | None, typer.Option(help="tokens to train in all, such as 100M: prints hours and wear of SSDs")
+    ] = None
+    price: Annotated[float | None, typer.Option(min=0.0, help="dollars an hour, if the hardware names no price")] = None
     mtbf: Annotated[
         str | None,
         typer.Option(help="mean time between failures of a device, such as 50000h: how often to save, what is lost"),
     ] = None
     storage: Annotated[
-        str | None, typer.Option(help="at which all hosts together write checkpoints, such as 100GB/s; default: SSDs")
+        str | None,
+        typer.Option(help="rate at which all hosts together write checkpoints, such as 100GB/s; default: their SSDs"),
     ] = None
     alternatives: Annotated[
         bool | None,
-        typer.Option(
-            help="also plan a larger batch, more DRAM, LoRA and bf16, each with the same passes; without it: unless "
-            "that would take minutes"
-        ),
+        typer.Option(help="also plan a larger batch, more DRAM, LoRA and bf16; default: unless that takes minutes"),
     ] = None
-    full: Annotated[bool, typer.Option("--full", help="stages, memories, links, rivals and remarks as tables")] = False
+    full: Annotated[
+        bool, typer.Option("--full", help="print stages, memories, links, rivals and remarks as tables")
+    ] = False
 
 
 def _options_of(group: type) -> list[inspect.Parameter]:
-    """A parameter for each field of a dataclass."""
+    """A parameter for each field of a dataclass, in the group of its section of a file."""
+    from .config import SECTIONS
+
     hints, kind = get_type_hints(group, include_extras=True), inspect.Parameter.KEYWORD_ONLY
-    return [
-        inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
-        for field in dataclasses.fields(group)
-    ]
+    sections = {name: section for section, names in SECTIONS.items() for name in names}
+    found = []
+    for field in dataclasses.fields(group):
+        kept, option = get_args(hints[field.name])
+        option = copy.copy(option)
+        option.rich_help_panel = sections.get(field.name, "answer" if group is AnswerOptions else "plan").capitalize()
+        annotation = Annotated[kept, option]  # type: ignore[valid-type]
+        found.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
+    return found
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..compiler.export.gguf_file import library, require_known
 from ..compiler.job.job import Job
 from ..compiler.models.named import SEES, NamedModel, find_model
-from ..compiler.models.table import alias_of
 from ..compiler.planning import rare_collections
 from ..compiler.preference import DPO
 from ..data.codec import Codec
@@ -93,9 +92,11 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
             "the hub"
         )
     named = options.named_model()
-    if named.inputs is not None:
+    item = named.items(options.batch, options.sequence)[1]
+    if item != "token":
+        inputs = "inputs of its own" if named.inputs is not None else f"{item}s"
         raise PlanError(
-            f"penstock train reads text, and {options.model} takes inputs of its own; call penstock.compile(model, "
+            f"penstock train reads text, and {options.model} takes {inputs}; call penstock.compile(model, "
             "hardware, example_inputs=...) from Python, and job.step with each batch"
         )
     if options.gguf is not None:
@@ -169,16 +170,16 @@ def _require_fitting(options: TrainOptions, named: NamedModel, codec: Codec, kin
     if named.weights is None and "/" in (options.model or "") and named.directory is None:
         raise PlanError(
             f"{options.model} has no weights here: it is no directory, nor in the hub's cache. --download gets them; "
-            f"--model {alias_of(options.model or '')} begins with new ones"
+            f"--model {(options.model or '').rpartition('/')[2]} begins with new ones"
         )
     if options.best_by == "accuracy" and kind not in COUNTED:
         raise PlanError(f"--best-by accuracy: {kind} is evaluated by its loss; accuracy is for {' and '.join(COUNTED)}")
     if options.beta is not None and kind != "preference":
         raise PlanError(f"--beta {options.beta:g}: it is for pairs of answers, and the data is {kind}; leave it out")
-    vocab_size = named.config.get_text_config().vocab_size
-    if codec.vocab_size > vocab_size:
+    known = named.config.get_text_config().vocab_size
+    if codec.vocab_size > known:
         raise PlanError(
-            f"the tokenizer has {codec.vocab_size} tokens, {options.model} {vocab_size}; "
+            f"the tokenizer has {codec.vocab_size} tokens, {options.model} {known}; "
             f"allowed: {options.model}:vocab_size={codec.vocab_size} with new weights, or the model's own tokenizer"
         )
     if kind == "preference" and options.adapter is None:

@@ -27,7 +27,9 @@ from torch import Tensor
 from ..compiler.export.export import complete
 from ..compiler.job.job import Job
 from ..compiler.job.preflight import own_device, require_kind_of_machine
+from ..compiler.job.run import ABSENT
 from ..compiler.models.named import SEES
+from ..compiler.report.answer import many
 from ..compiler.search.offer import Offer
 from ..data.rows import Rows, evaluation_batches
 from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
@@ -92,9 +94,8 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
             job = compile_task(planned, task, hardware)
-        screen.print(
-            f"{job.plan.model} on {job.plan.hardware}: {len(job.plan.decisions.stages)} stages, plan {job.plan.hash}"
-        )
+        stages = many(len(job.plan.decisions.stages), "stage")
+        screen.print(f"{job.plan.model} on {job.plan.hardware}: {stages}, plan {job.plan.hash}", soft_wrap=True)
         if is_main:
             job.write(options.out / "programs")
             options.remember(options.out / "programs")
@@ -166,8 +167,9 @@ class _Run:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 _ = job.driver
-            for message in said:  # about weights that the model's directory lacks
-                self.screen.print(str(message.message), soft_wrap=True)
+            for message in said:  # about weights that the model's directory lacks, as it always lacks a new adapter's
+                if options.adapter is None or ABSENT not in str(message.message):
+                    self.screen.print(str(message.message), soft_wrap=True)
         given = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
         config = json.loads(json.dumps(given, default=str))
         facts = facts_of(job, options.out.name, str(options.out), self.task.steps, options.batch, config)

@@ -1,9 +1,11 @@
-"""Says on a terminal how far planning is, in one line that is gone afterwards; once a plan fits, also how fast."""
+"""Progress of planning: on a terminal one line that is gone afterwards, and once a plan fits, its speed; elsewhere a
+line on stderr after a few seconds, and another for each other plan."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 SEARCH = "penstock.compiler.search"  # the logger that tells of every plan that was tried
+NOTICE_S = 2.0  # until a pipe hears of planning, libraries of seconds included
 Items = Callable[[], tuple[int, str]]  # the number of items of a step, and the word for one
 
 
@@ -33,12 +36,18 @@ def answer_so_far(best_s: float, bound_s: float, number: int, item: str) -> str:
 
 @contextmanager
 def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
-    """Show what the body tells while it plans, and then what the search says, on a terminal; nothing elsewhere.
+    """Show what the body tells while it plans, and on a terminal also what the search says.
 
     `items`: of the plan that is asked for, until the body tells of another one."""
     screen = Console(markup=False, emoji=False, stderr=True)
     if not screen.is_terminal:
-        yield lambda text: None
+        notice = threading.Timer(NOTICE_S, screen.print, ["planning; a large model takes a minute or more"])
+        notice.daemon = True
+        notice.start()
+        try:
+            yield lambda text: screen.print(f"planning {text}")
+        finally:
+            notice.cancel()
         return
     logger, told = logging.getLogger(SEARCH), "planning"
     items = items and functools.cache(items)

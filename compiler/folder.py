@@ -26,7 +26,7 @@ from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ..graph.loss_terms import CountRules, LossRules, LossTerm
 from ..graph.tables.picked_rows import PickRules
 from ..ir import ops
-from ..ir.documents import Unreadable, plain_errors, read_json, read_text
+from ..ir.documents import Unreadable, other_fields, plain_errors, read_json, read_text
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Interface, Program, first_micro_batches, members_of, shown
@@ -137,7 +137,8 @@ class Folder:
         except Unreadable as error:
             raise PlanError(f"{folder / 'settings.json'}: {error}") from error
         except pydantic.ValidationError as error:
-            raise PlanError(f"{folder / 'settings.json'}: {plain_errors(error)}") from error
+            also = other_fields(error) and f"{other_fields(error)}; compile the job again"
+            raise PlanError(f"{folder / 'settings.json'}: {plain_errors(error)}{also}") from error
         plan, hardware = Plan.load(folder / "plan.json"), Hardware.load(folder / "hardware.yaml")
         constants = read_constants(folder, interface.stages.values())
         return Folder(plan, hardware, interface, settings, files, smaller, _read_counts(folder, settings), constants)

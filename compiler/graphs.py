@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from ..ir.program import Sizes
 from .batches.dynamic_shapes import ROWS, dynamic_dims, fixed_dimension
 from .batches.shape import micro_batch_spec
 from .capture.dynamic import DynamicDims, SizeBranch
+from .capture.prologue.prologue import Prologue
 from .capture.rows.sizes import OtherTrace
 from .loss import rewrite_loss, trace_loss
 from .packing.borders import require_borders
@@ -66,6 +67,10 @@ class Graphs:
         key = (Graphs, model, tuple(batch.shape.leaves.items()), batch.documents, repr(batch.sizes), more)
         return share(key, lambda: Graphs(request, accumulate, share((Tape, model, rows, batch.documents), Tape)))
 
+    @property
+    def prologue(self) -> Prologue | None:
+        return self.request.prologue
+
     def __call__(self, count: int) -> OpGraph:
         if count not in self._known:
             self._known[count] = self._scale(self._capture(count), count)
@@ -77,11 +82,15 @@ class Graphs:
         graphs.sizes, graphs._known = sizes, {}
         return graphs
 
-    def anew(self) -> Graphs:
-        """Graphs of the model as it is now, with what is known of its rows."""
-        graphs = Graphs(self.request, self.accumulate)
+    def anew(self, request: Request | None = None) -> Graphs:
+        """Graphs of the model as it is now, with what is known of its rows. `request`: of another form of batches."""
+        graphs = Graphs(request or self.request, self.accumulate)
         graphs._facts = self._facts
         return graphs
+
+    def form_graphs(self, micro_batch: Mapping[str, Any], count: int) -> Graphs:
+        """Graphs of batches of `count` micro-batches of this form. Raises what a trace does."""
+        return self.anew(self.request.form_request(micro_batch, count))
 
     def forget(self) -> None:
         """Forget all graphs, but not what was traced, unless other plans share them."""
@@ -110,7 +119,8 @@ class Graphs:
 
     def _capture(self, count: int) -> OpGraph:
         request = self.request
-        is_whole = request.batch.shape.size == 1 and not self.accumulate
+        is_alone = request.prologue is not None and request.prologue.apart  # rows of other micro-batches never meet it
+        is_whole = is_alone or (request.batch.shape.size == 1 and not self.accumulate)
         with hide_marks(request.model):
             graph = rewrite_loss(self._graph(count), request.loss_weight is not None, is_whole)
         if request.batch.documents:

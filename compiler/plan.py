@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from ..ir.documents import Unreadable, plain_errors, read_json
+from ..ir.documents import Unreadable, other_fields, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..passes.table import PASSES, decisions_of
@@ -183,7 +183,9 @@ class Plan(BaseModel):
         except Unreadable as error:
             raise PlanError(f"plan {path}: {error}") from error
         except pydantic.ValidationError as error:
-            raise PlanError(f"plan {path}: {plain_errors(error)}; leave plan out to search anew") from error
+            raise PlanError(
+                f"plan {path}: {plain_errors(error)}{other_fields(error)}; leave plan out to search anew"
+            ) from error
 
     @staticmethod
     def from_any(given: Any) -> Plan:

@@ -45,7 +45,7 @@ from .arguments import (
 )
 from .batches.dummy import dummy_batch
 from .batches.dynamic_shapes import describe_tensors, largest, read_dynamic_shapes
-from .batches.shape import BatchShape, as_dicts
+from .batches.shape import BatchShape, as_dicts, join_example
 from .batches.sizes import BatchSizes
 from .capture.guard import TraceOptions
 from .capture.inputs import takes_item_count
@@ -79,11 +79,13 @@ class ExampleBatch:
     def read(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, one: bool = False) -> ExampleBatch:
         """one: whether it is one micro-batch. Raises `PlanError` for what cannot be a batch, or does not describe its
         sizes."""
-        example_inputs = as_dicts(example_inputs)
+        example_inputs, listed = join_example(as_dicts(example_inputs))
         refuse_item_count(example_inputs)
         require_positions(example_inputs)
         inputs, documents = with_unread(example_inputs), most_documents(example_inputs)
-        shape = BatchShape.from_inputs(model, inputs, one and dynamic_shapes is None)
+        if listed and dynamic_shapes is not None:
+            raise PlanError("example_inputs is a list of micro-batches; with dynamic_shapes give one batch")
+        shape = BatchShape.from_inputs(model, inputs, one and dynamic_shapes is None, listed)
         if dynamic_shapes is None:
             return ExampleBatch(inputs, shape, None, documents)
         sizes = read_dynamic_shapes(model, inputs, dynamic_shapes)
@@ -92,8 +94,10 @@ class ExampleBatch:
 
     def add_prologue(self, model: nn.Module, prologue: Prologue, one: bool) -> ExampleBatch:
         """The same batch with what a prologue makes of it. `one`: whether it is one micro-batch."""
-        inputs = prologue.add(self.inputs, 1, 1)
-        return replace(self, inputs=inputs, shape=BatchShape.from_inputs(model, inputs, one))
+        count = prologue.rows if prologue.apart else 1
+        inputs = prologue.add(self.inputs, count, count)
+        listed = count if prologue.apart else 0
+        return replace(self, inputs=inputs, shape=BatchShape.from_inputs(model, inputs, one, listed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +109,9 @@ class Request:
         model that is not on meta takes of a memory is left out of that memory's budget.
     hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine (under torchrun the
         machines of all ranks). Every rank must call `compile`: the first one plans, the others carry its plan out.
-    example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning. If
-        left out, the `dummy_inputs` of a transformers model.
+    example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning. Or
+        a list of its micro-batches, each a dict of tensors, which need no common shape: the largest is planned for.
+        If left out, the `dummy_inputs` of a transformers model.
     optimizer, lr_scheduler: a torch.optim class, or a partial of one; the same for torch.optim.lr_scheduler.
     param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: other
         arguments for some parameters, or with "optimizer": partial(torch.optim.Muon, lr=0.02) an optimizer of their
@@ -206,6 +211,12 @@ class Request:
         if plan is not None:
             check_agrees(plan, strategy=self.strategy, **wishes)
             wishes = {name: getattr(plan, name) for name in IN_PLANS}
+        listed = join_example(as_dicts(batch))[1]
+        if listed and wishes["micro_batches"] not in ("auto", listed):
+            raise PlanError(
+                f"micro_batches={wishes['micro_batches']}, but example_inputs is a list of {listed} micro-batches"
+            )
+        wishes["micro_batches"] = listed or wishes["micro_batches"]
         directories = plain_directories(self.ssd_dirs)
         settled = {**wishes, "example_inputs": batch, "plan": plan, "ssd_dirs": directories}
         request = replace(self, model=model, unpacked=unpacked, **settled)
@@ -258,8 +269,16 @@ class Request:
         kind, types = self.device_kind, types_of(self.types)
         options = TraceOptions(loss_fn=self.loss_fn, device_kind=kind, count_items=count, **types)
         batch = self.batch
-        found = Prologue.find(self.model, batch.inputs, batch.shape.size, options, error, self._is_one)
+        apart = bool(join_example(as_dicts(batch))[1])
+        found = Prologue.find(self.model, batch.inputs, batch.shape.size, options, error, self._is_one, apart)
         return replace(self, prologue=found)
+
+    def form_request(self, micro_batch: Mapping[str, Any], count: int) -> Request:
+        """The same request for batches of `count` micro-batches of this form."""
+        assert self.prologue is not None
+        return replace(
+            self, example_inputs=[micro_batch] * count, prologue=self.prologue.form_prologue(micro_batch, count)
+        )
 
     @property
     def given_plan(self) -> Plan | None:

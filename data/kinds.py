@@ -28,7 +28,9 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {  # the same of columns that 
     "preference": {"prompt": ("prompt",)},
     "completion": {"input": ("input",)},
 }
-HEADS = {"classification": ("classification",), "seq2seq": ("seq2seq",), "image-text": ("chat",)}  # others: causal-lm
+HEADS = {  # others: causal-lm
+    "classification": ("classification",), "seq2seq": ("seq2seq",), "image-text-to-text": ("chat",),
+}  # fmt: skip
 
 
 def kind_of(record: Record, wished: str, head: str, columns: Mapping[str, str]) -> str:

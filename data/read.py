@@ -71,7 +71,7 @@ def _require_room(spec: DataSpec, kind: str, head: str) -> None:
         raise PlanError(f"--pack: {kind} has one row for each record; packing is for causal language models")
     if spec.long_rows != "truncate" and kind == "text" and not spec.pack:
         raise PlanError(f"--long-rows {spec.long_rows}: texts are one stream, so that none is too long; give --pack")
-    if spec.pack and head == "image-text":
+    if spec.pack and head == "image-text-to-text":
         raise PlanError("--pack: rows of a model that sees have one chat each; leave it out")
     if spec.targets is not None and kind != "seq2seq":
         raise PlanError(f"--targets {spec.targets}: {kind} has no labels of a length of their own; leave it out")

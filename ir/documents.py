@@ -123,6 +123,12 @@ def plain_errors(error: pydantic.ValidationError) -> str:
     return "; ".join(rows)
 
 
+def other_fields(error: pydantic.ValidationError) -> str:
+    """A remark on a document with other fields than this version of Penstock writes; "" for wrong values."""
+    kinds = {row["type"] for row in error.errors(include_url=False)}
+    return "; a file of another version of Penstock has other fields" if kinds & {"extra_forbidden", "missing"} else ""
+
+
 def is_inside(name: str) -> bool:
     """Whether a relative path stays in the folder that it is relative to."""
     path = Path(name)

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 PAGES = [
     "README.md",
+    "AGENTS.md",
+    "docs/tutorials/ssd.md",
     "CONTRIBUTING.md",
     "docs/architecture.md",
     "docs/extensions.md",

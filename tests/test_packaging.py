@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
+import penstock
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("papers", "cli", "integrations", "training", "data", "compiler", "passes", "codegen", "graph", "runtime", "ir")
@@ -69,6 +72,36 @@ def test_the_wheel_holds_the_rooms_and_their_data(wheel: Path) -> None:
     source = [ROOT / name for name in ("__init__.py", "errors.py", "py.typed")]
     source += [file for room in ROOMS for name in ("*.py", *DATA) for file in (ROOT / room).rglob(name)]
     assert names == {"penstock" / file.relative_to(ROOT) for file in source}
+
+
+def test_the_version_is_that_of_the_changelog() -> None:
+    versions = re.findall(r"^## (\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0][0] == penstock.__version__
+    assert [date for _, date in versions] == sorted((date for _, date in versions), reverse=True)
+    sections = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)[1:]
+    assert all(len(section.splitlines()) < 60 for section in sections)
+
+
+def test_the_pages_of_the_project_are_there() -> None:
+    assert "bash .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    report = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+    assert all(wanted in report for wanted in ("penstock --version", "penstock hardware", "job.explain()"))
+    for page in ("SECURITY.md", "CODE_OF_CONDUCT.md", "ROADMAP.md", "CONTRIBUTING.md"):
+        links = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
+        assert links and all((ROOT / link).exists() for link in links), page
+
+
+@pytest.mark.slow
+def test_a_wheel_is_refused_on_an_older_python(wheel: Path) -> None:
+    assert wheel.name == f"penstock-{penstock.__version__}-py3-none-any.whl"
+    metadata = zipfile.ZipFile(wheel).read(f"penstock-{penstock.__version__}.dist-info/METADATA").decode()
+    assert "\nRequires-Python: >=3.10\n" in metadata
+    older = shutil.which("python3.9")
+    if older is None or subprocess.run([older, "-m", "pip", "--version"], capture_output=True).returncode:
+        pytest.skip("no Python 3.9 with pip is here to be refused")
+    install = [older, "-m", "pip", "install", "--no-deps", "--dry-run", wheel]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "requires a different Python: 3.9" in done.stderr
 
 
 STEP = """

@@ -64,6 +64,8 @@ def _lines(rows: Sequence[Row], listed: int) -> Iterator[str]:
         "search would choose."
     )
     yield ""
+    yield "Images of a model that sees have one size here; steps with several are in [promises.md](promises.md)."
+    yield ""
     yield f"The rows are of {len(rows)} classes; the registries list {listed}, of which some have no loss."
     yield ""
     share = _share(counts["equal"], trained)

@@ -34,15 +34,16 @@ class BatchShape:
     is_whole: bool = False
 
     @staticmethod
-    def from_inputs(model: nn.Module, example_inputs: Any, one: bool = False) -> BatchShape:
-        """one: whether it is known to be one micro-batch. Raises `PlanError` for any other batch unless the first
+    def from_inputs(model: nn.Module, example_inputs: Any, one: bool = False, listed: int = 0) -> BatchShape:
+        """one: whether it is known to be one micro-batch; listed: the number of micro-batches that it was joined of,
+        each of which counts as a row. Raises `PlanError` for any other batch unless the first
         dimension of every tensor is a multiple of the number of rows, and no list has an entry for each row."""
         tensors, flags = flatten(model, example_inputs)
         leaves = {name: _shape(value) for name, value in tensors.items()}
         if not leaves:
             raise PlanError("example_inputs holds no tensor; pass one global batch as a dict or tuple of tensors")
         sizes = {name: shape[0] for name, (shape, _) in leaves.items() if shape}
-        size = number_of_rows([*_outer_sizes(example_inputs)] or sizes.values())
+        size = listed or number_of_rows([*_outer_sizes(example_inputs)] or sizes.values())
         first = next((name for name, found in sizes.items() if found == size), "")
         targets, single = _list_of_rows(example_inputs), [name for name in leaves if name not in sizes]
         is_cut = not (targets or single or any(found % size for found in sizes.values()))
@@ -151,8 +152,9 @@ class BatchShape:
             assert part_size is not None
             part = f", or the {self.entries(name, part_size)} of this rank's lane in all of them"
         return (
-            f"allowed are {self.entries(name, self.size)} rows{part}. A last batch that is too short is to be dropped "
-            "(DataLoader(drop_last=True)) or filled up; job.sampler(dataset) makes batches of one size"
+            f"allowed are {self.entries(name, self.size)} rows{part}. Drop a short last batch "
+            "(DataLoader(drop_last=True), or dataloader_drop_last=True of TrainingArguments) or fill it up; "
+            "job.sampler(dataset) makes batches of one size"
         )
 
 
@@ -219,6 +221,18 @@ def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
     if isinstance(example_inputs, (tuple, list)):
         return rebuilt(example_inputs, [micro_batch_spec(value, micro_batches) for value in example_inputs])
     return example_inputs
+
+
+def join_example(example_inputs: Any) -> tuple[Any, int]:
+    """The batch of an example that is a list of micro-batches, and their number: all are as the largest of them. Any
+    other example as it is, and 0."""
+    listed = type(example_inputs) is list and example_inputs and all(isinstance(x, dict) for x in example_inputs)
+    if not listed or any(not isinstance(v, torch.Tensor) for each in example_inputs for v in each.values()):
+        return example_inputs, 0
+    if len({frozenset(each) for each in example_inputs}) > 1:
+        raise PlanError("example_inputs is a list of micro-batches, which have other inputs each; all have the same")
+    largest = max(example_inputs, key=lambda each: sum(value.numel() for value in each.values()))
+    return {name: torch.cat([value] * len(example_inputs)) for name, value in largest.items()}, len(example_inputs)
 
 
 def as_dicts(batch: Any) -> Any:

@@ -52,7 +52,7 @@ _DENSE = (
 )
 _CHECKPOINTS = (
     "forward asks for gradient checkpointing (gradient_checkpointing_enable, torch.utils.checkpoint), which is "
-    "ignored: the plan itself decides which stages run forward again in backward, and job.explain() names them"
+    "ignored: the plan itself decides which stages run forward again in backward, and job.explain(full=True) names them"
 )
 
 

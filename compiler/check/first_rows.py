@@ -23,7 +23,7 @@ from ...runtime.forced_eager import forced_eager
 from ...runtime.optimizer.hooks import call_hooks
 from ...runtime.stage.draws import Draws, micro_batch_seed
 from ...runtime.torch_names import tree_leaves, tree_map
-from ..batches.shape import BatchShape, as_dicts, flatten, micro_batch_spec, program_inputs
+from ..batches.shape import BatchShape, as_dicts, flatten, join_example, micro_batch_spec, program_inputs
 from ..capture.guard import Borrowed, TraceOptions, borrow
 from ..capture.inputs import TraceInputs, forward_arguments, named_outputs, untaken_key
 from ..capture.reference_code import reference_code
@@ -66,10 +66,10 @@ def compare_first_rows(request: Request, graphs: Graphs, count: int, step_flops:
     """
     if not request.check:
         return ""
-    batch = as_dicts(request.example_inputs)
+    batch, listed = join_example(as_dicts(request.example_inputs))
     try:
         _require_values(request, flatten(request.model, batch)[0])
-        rows = BatchShape.from_inputs(request.model, batch, request.batch.shape.is_whole).size
+        rows = BatchShape.from_inputs(request.model, batch, request.batch.shape.is_whole, listed).size
         counts = [n for n in (count, rows) if rows % n == 0 and 2 * step_flops / n <= MOST_FLOPS]
         if not counts:
             raise _NotCompared(f"a row takes more than {MOST_FLOPS / 2:.0e} FLOPs, forward and backward")

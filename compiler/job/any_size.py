@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from .counts import rows_of
 @dataclass(frozen=True)
 class MicroBatch:
     """Rows of a batch: as the user hands them over, by the names of the programs' inputs, and the number of each
-    size."""
+    size. `files`: the folder of its form; None for the job's own."""
 
     batch: Any
     leaves: dict[str, Tensor]
     sizes: dict[str, int]
+    files: Path | None = None
 
 
 def is_listed(batch: Any, shape: BatchShape) -> bool:

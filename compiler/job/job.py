@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from .changes.model import Taken
 from .changes.param_groups import GroupOptions, read_groups
 from .counts import LossWeight
 from .feed import Feed
+from .forms import Forms
 from .one_call import OneCall, one_call
 from .outputs import Outputs
 from .pages import Pages
@@ -75,7 +77,8 @@ class Job:
         prologue = None if replanner is None else replanner.prologue
         self._feed = Feed.for_folder(model, folder, own_device() if TorchrunDriver.is_present() else None, prologue)
         self._run = JobRun(model, folder, self.programs, self._feed, directory, trust)
-        self._inputs = StepInputs(self._run, loss_weight, Taken(model, folder, loss_weight, replanner))
+        forms = Forms.find(self._run, replanner)
+        self._inputs = StepInputs(self._run, loss_weight, Taken(model, folder, loss_weight, replanner), forms)
         self._saves = Saves(self._run, self._ties)
         self._pages = Pages(folder, self.programs, records, replanner, trust)
 
@@ -85,12 +88,11 @@ class Job:
 
     # --- what it is
 
-    def explain(self) -> str:
-        """Explain the plan: stages, prediction, bounds, what would help, rivals.
-
-        The first call plans what would help, for up to half a minute.
+    def explain(self, full: bool = False) -> str:
+        """The answer of `penstock plan` in a few lines: memory, speed, bound, plan. `full`: every stage, memory, bound,
+        rival and pass after it, and what would help, whose first call plans for up to half a minute.
         """
-        return self._pages.explain(self._run)
+        return self._pages.explain(self._run, full)
 
     def report(
         self,
@@ -115,7 +117,9 @@ class Job:
         return write_page(path, page) if is_main else Path(path)
 
     def _last_timeline(self) -> Timeline | None:
-        return self.timeline() if self._run.has_stepped else None
+        if not self._run.has_stepped:
+            return None
+        return dataclasses.replace(self.timeline(), peak_bytes=self.last.peak_bytes)  # type: ignore[union-attr]
 
     def _repr_html_(self) -> str:
         """The report, as notebooks show it."""

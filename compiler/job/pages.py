@@ -15,6 +15,7 @@ from ...runtime.source.trust import Trust
 from ..folder import Folder
 from ..pipeline import PassRecord
 from ..replanner import Replanner
+from ..report.brief import brief_text
 from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..report.graphs import graphs_text
@@ -50,14 +51,22 @@ class Pages:
         if self.helps is None and self.replanner is not None:
             self.helps = self.replanner.helps()
 
-    def explain(self, run: JobRun) -> str:
-        """The reasons for this plan, with what the last step of `run` has shown of compiled blocks and CUDA graphs."""
-        self.learn_helps()
+    def explain(self, run: JobRun, full: bool) -> str:
+        """The answer in a few lines; `full`: and the reasons for this plan, what would help, and what the last step of
+        `run` has shown of compiled blocks and CUDA graphs."""
         folder, known = self.folder, self.folder.settings
-        spec, plan = OptimizerSpec.from_json(known.optimizer), folder.plan
-        parts = [
-            explain(plan, self.programs, folder.hardware, self.records, self.helps, known.loss, known.rows, spec)
-        ]
+        plan, hardware = folder.plan, folder.hardware
+        answer = ""
+        if plan.predicted is not None:
+            timeline = simulate_here(self.programs, hardware, plan.precision)
+            stages = list(folder.interface.stages)
+            answer = brief_text(run.model, plan, hardware, stages, timeline, known.batch, full)
+        if answer and not full:
+            return answer
+        self.learn_helps()
+        spec = OptimizerSpec.from_json(known.optimizer)
+        parts = [answer] if answer else []
+        parts.append(explain(plan, self.programs, hardware, self.records, self.helps, known.loss, known.rows, spec))
         if known.comparison:
             parts.append(known.comparison)
         if known.compile_stages:

@@ -34,7 +34,7 @@ def plain_directories(ssd_dirs: Sequence[str | Path] | None) -> list[str]:
 def require_machine(hardware: Hardware, programs: Sequence[Program], ssd_dirs: Sequence[str] = ()) -> None:
     """Raise `HardwareError` where a run cannot be held to the plan here: GPUs, DRAM, directories for files."""
     programs = bind(programs)
-    _require_gpus(hardware, len(programs))
+    require_gpus(hardware, len(programs))
     host = hardware.devices[own_device()].host
     _require_dram(hardware, host)
     if not (ssd_dirs or hardware.ssd_directories(host)) and uses_ssd(hardware, programs, host):
@@ -48,7 +48,7 @@ def require_machine(hardware: Hardware, programs: Sequence[Program], ssd_dirs: S
 def require_kind_of_machine(hardware: Hardware) -> None:
     """Raise `HardwareError` where no plan for this hardware runs here: without a GPU, or with less DRAM. A plan may use
     fewer GPUs than there are; `require_machine` counts them."""
-    _require_gpus(hardware, 1)
+    require_gpus(hardware)
     if own_device() < len(hardware.devices):
         _require_dram(hardware, hardware.devices[own_device()].host)
 
@@ -74,7 +74,8 @@ def uses_ssd(hardware: Hardware, programs: Sequence[Program], host: int) -> bool
     return any(profile_memory(program).peak_bytes[ops.SSD] for program in own)
 
 
-def _require_gpus(hardware: Hardware, num_devices: int) -> None:
+def require_gpus(hardware: Hardware, num_devices: int = 1) -> None:
+    """Raise `HardwareError` where the first devices are GPUs and this machine has fewer; any plan needs one."""
     per_host = Counter(device.host for device in hardware.devices[:num_devices] if device.kind == "cuda")
     wanted, present = max(per_host.values(), default=0), num_gpus()
     if TorchrunDriver.is_present():

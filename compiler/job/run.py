@@ -57,6 +57,7 @@ from .state import Held, identity_of, load_checkpoint, require_base, require_one
 from .step_report import StepReport
 
 REPORTS = 1000  # of ended steps that are kept for `take_reports`
+ABSENT = "absent and start from their initialiser"  # of weights that a directory lacks
 
 
 class JobRun:
@@ -212,7 +213,7 @@ class JobRun:
                 found = open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
             self._require_frozen(directory, found)
             for what, names in (
-                ("absent and start from their initialiser", found.fresh_names),
+                (ABSENT, found.fresh_names),
                 ("not used", found.unexpected_keys),
             ):
                 if names:

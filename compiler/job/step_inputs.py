@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from ..batches.shape import as_dicts
 from ..folder import COUNTS_FILE, Folder
 from ..packing.borders import POSITIONS, most_documents
 from ..packing.limit import DocumentLimit
+from .any_size import MicroBatch
 from .bad_values import PickCheck
 from .changes.model import Taken
 from .counts import BatchCounts, Counts, LossWeight, counts_spec, merge_lanes, mini_batches, open_counts, rows_of
 from .feed import PART, WHOLE
+from .forms import Forms
 from .run import JobRun
 from .state import whole_state
 
@@ -43,15 +46,16 @@ class ReadBatch:
 
 class StepInputs:
     """The inputs of a run's steps. `loss_weight`: the user's own count of a micro-batch. `taken`: what the plan took
-    from the model, which must still be so."""
+    from the model, which must still be so. `forms`: of micro-batches, where the devices can run several."""
 
-    def __init__(self, run: JobRun, loss_weight: LossWeight | None, taken: Taken):
+    def __init__(self, run: JobRun, loss_weight: LossWeight | None, taken: Taken, forms: Forms | None):
         folder, self.taken = run.folder, taken
         self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
         self.interface, self.rules = folder.interface, folder.settings.counts
-        self._counter: BatchCounts | None = None
-        self._picks: PickCheck | None = None
+        self._counters: dict[Path | None, BatchCounts] = {}  # by the folder of a form
+        self._picks: dict[Path | None, PickCheck] = {}
         self.documents = DocumentLimit.from_plan(folder.plan)
+        self.forms = forms if self.documents is None else None
 
     def for_step(self, batch: Any) -> dict[str, Tensor]:
         """The inputs of a step. A batch that is refused counts as well, as its loader has handed it out."""
@@ -67,7 +71,7 @@ class StepInputs:
         batch = as_dicts(batch)
         if self.feed.device is None:
             self._require_model(function)
-            given = self._read(function, batch, ())
+            given = self._read(function, batch, (), call)
             return self._inputs(function, given, [given.counts], [given.sizes])
         driver = self.run.driver
         refused: PenstockError | None = None
@@ -75,7 +79,7 @@ class StepInputs:
         self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
         try:
             self._require_model(function)
-            given = self._read(function, batch, self.inputs_for(driver.inputs.get(function, ())))
+            given = self._read(function, batch, self.inputs_for(driver.inputs.get(function, ())), call)
         except (BatchError, PlanError) as error:
             refused = error
         rows = driver.agree_on_batch(call or function, given.kind, refused, [given.counts, given.sizes])
@@ -90,13 +94,20 @@ class StepInputs:
         if function == "step":
             self.taken.require_unchanged()
 
-    def _read(self, function: str, batch: Any, needed: Collection[str]) -> ReadBatch:
+    def _read(self, function: str, batch: Any, needed: Collection[str], call: str) -> ReadBatch:
         """Raises `BatchError` for a batch that the programs do not take."""
         alone = self.run.folder.settings.one_document
-        if alone and most_documents(batch):
+        if alone and any(map(most_documents, batch if isinstance(batch, list) else [batch])):
             raise BatchError(f"batch[{POSITIONS!r}] {alone}")
+        if self.forms is not None and (self.forms.is_begun or self.forms.is_uneven(batch)):
+            return self._read_forms(self.forms, batch, call)
         if self.feed.any_sizes is None:
-            leaves, kind = self.feed.read(function, batch, needed)
+            try:
+                leaves, kind = self.feed.read(function, batch, needed)
+            except BatchError:
+                if self.forms is None or batch is None or not self.forms.is_other(batch):
+                    raise
+                return self._read_forms(self.forms, batch, call)
             if self.documents is not None and self.documents.positions in leaves:
                 rows = self.feed.shape.entries(self.documents.positions, self.feed.shape.size)
                 positions = leaves[self.documents.positions]
@@ -109,7 +120,7 @@ class StepInputs:
         for part in parts:
             name, value = next(iter(part.leaves.items()))
             rows = len(value) * self.feed.shape.size // self.feed.shape.entries(name, self.feed.shape.size)
-            self.picks.check(part.leaves, 1, first, rows)
+            self.picks().check(part.leaves, 1, first, rows)
             first += rows
         if self.documents is not None and all(self.documents.positions in part.leaves for part in parts):
             self.documents.check([part.leaves[self.documents.positions] for part in parts])
@@ -118,10 +129,20 @@ class StepInputs:
         if kind == WHOLE and self.feed.device is not None:
             own = self.feed.micro_batches
             parts, sizes = parts[own.start : own.stop], sizes[own.start : own.stop]
-        counts = None
-        if self.rules.divisors and leaves.keys() >= set(self.rules.inputs):
-            counts = [row for part in parts for row in self.counter().count(part.batch, part.leaves, 1)]
+        counts = self._counts_of(parts) if leaves.keys() >= set(self.rules.inputs) else None
         return ReadBatch(leaves, kind, counts, sizes)
+
+    def _read_forms(self, forms: Forms, batch: Any, call: str) -> ReadBatch:
+        """A batch whose micro-batches may be of different forms."""
+        parts = forms.read(batch, with_outputs=call == "evaluate")
+        for number, part in enumerate(parts):
+            self.picks(part.files).check(part.leaves, 1, number, 1)
+        return ReadBatch(forms.pack(parts), WHOLE, self._counts_of(parts), [[*part.sizes.values()] for part in parts])
+
+    def _counts_of(self, parts: Sequence[MicroBatch]) -> Counts | None:
+        if not self.rules.divisors:
+            return None
+        return [row for part in parts for row in self.counter(part.files).count(part.batch, part.leaves, 1)]
 
     def _inputs(
         self,
@@ -151,33 +172,34 @@ class StepInputs:
         here = programs if device is None else [programs[place_of(self.interface, device)[1]]]
         return self.inputs_for(set().union(*(loaded_names(program) for program in here)))
 
-    def counter(self) -> BatchCounts:
-        if self._counter is None:
-            self._counter = self._new_counter()
-        return self._counter
+    def counter(self, files: Path | None = None) -> BatchCounts:
+        """`files`: the folder of a form; None for the job's own."""
+        if files not in self._counters:
+            self._counters[files] = self._new_counter(files)
+        return self._counters[files]
 
-    def _new_counter(self) -> BatchCounts:
+    def _new_counter(self, files: Path | None) -> BatchCounts:
         """Counts batches with the running devices' buffers (class weights). Under torchrun it asks other ranks."""
         if not self.rules.means:
             return BatchCounts(self.rules, loss_weight=self.loss_weight)
         run, driver = self.run, self.run.driver
-        assert run.directory is not None
+        folder = files or run.directory
+        assert folder is not None
         buffers = counted_buffers(run.folder, driver, run.source)
-        return BatchCounts.from_file(run.folder.settings, run.directory / COUNTS_FILE, buffers, run.trust)
+        return BatchCounts.from_file(run.folder.settings, folder / COUNTS_FILE, buffers, run.trust)
 
-    @property
-    def picks(self) -> PickCheck:
-        """The check of a batch's numbers. Starts the devices, with which its file is written."""
-        if self._picks is None:
+    def picks(self, files: Path | None = None) -> PickCheck:
+        """The check of a batch's numbers. Starts the devices, with which its file is written. `files`: as above."""
+        if files not in self._picks:
             run, settings, made = self.run, self.run.folder.settings, None
-            if settings.picks.bounds and run.driver and run.directory is not None:
-                made = open_counts(settings, run.directory / COUNTS_FILE, run.trust)["picks"]()
-            self._picks = PickCheck(settings.picks, made)
-        return self._picks
+            if settings.picks.bounds and run.driver and (folder := files or run.directory) is not None:
+                made = open_counts(settings, folder / COUNTS_FILE, run.trust)["picks"]()
+            self._picks[files] = PickCheck(settings.picks, made)
+        return self._picks[files]
 
     def forget(self) -> None:
-        """Make the counter anew for the next batch: the devices may have other buffers."""
-        self._counter = None
+        """Make the counters anew for the next batch: the devices may have other buffers."""
+        self._counters.clear()
 
     def _stage_inputs(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in leaves.items() if name in self.interface.batch}
@@ -189,7 +211,7 @@ class StepInputs:
         if len(feed.rows) < feed.shape.size and kind == WHOLE:
             batch, leaves = rows_of((batch, leaves), feed.rows, feed.shape.size)
             first = feed.rows.start
-        self.picks.check(leaves, len(feed.micro_batches), first, len(feed.rows))
+        self.picks().check(leaves, len(feed.micro_batches), first, len(feed.rows))
         if not self.rules.divisors or not leaves.keys() >= set(self.rules.inputs):
             return None
         return self.counter().count(batch, leaves, len(feed.micro_batches))
@@ -205,7 +227,7 @@ class StepInputs:
 
     def _sizes(self, rows: Sequence[list[list[int]] | None], kind: str) -> dict[str, Tensor]:
         """The sizes of the micro-batches of this kind of batch, where they differ."""
-        if self.feed.any_sizes is None:
+        if self.feed.any_sizes is None and rows[0] is None:
             return {}
         found = rows[0] if self.feed.device is None else merge_lanes(rows, self.interface, "a batch")
         return self._part_of({SIZES: torch.tensor(found, dtype=torch.int64)}, kind)

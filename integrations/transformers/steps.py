@@ -17,7 +17,7 @@ from transformers.trainer_callback import ProgressCallback
 from ...compiler.api import compile as compile_job
 from ...compiler.job.job import Job
 from ...compiler.search.offer import Offer
-from ...ir.errors import PlanError, WorkerError
+from ...ir.errors import BatchError, PlanError, WorkerError
 from ...runtime.processes.interrupt import finishing
 from ...training.broadcast import Broadcast, facts_of, telling
 from ...training.listener import Listener
@@ -159,8 +159,10 @@ class StepsByJob(Host):
         if self._form is None:
             self._form = self._found_form(batches[0])
         form = self._form.shorten(batches) if "dynamic_shapes" in self.compile_options else self._form
-        batch = self._gather_batches([form.pad(each) for each in batches])
-        tokens = batch[TOKENS].numel() if TOKENS in batch else count_rows(batch)
+        padded = [form.pad(each) for each in batches]
+        batch = padded if self._takes_list(padded) else self._gather_batches(padded)
+        each = batch if isinstance(batch, list) else [batch]
+        tokens = sum(part[TOKENS].numel() if TOKENS in part else count_rows(part) for part in each)
         if self.job is None:
             self.job, self._broadcast = self._begin_job(batch)
             self._watch = StragglerWatch(self.job, self._total_steps)
@@ -196,12 +198,29 @@ class StepsByJob(Host):
         self._broadcast.offered(offer, how)
         logger.warning("%s; to take the plan, %s", offer.describe(), how)
 
-    def _fill(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fill the batch up to the rows of every step."""
+    def _takes_list(self, batches: list[dict[str, Tensor]]) -> bool:
+        """Whether a step takes these batches as its micro-batches, as they have images of several sizes."""
         assert self._form is not None
+        if self.args.world_size > 1 or not self._form.has_own_sizes(batches):
+            return False
+        count = self.args.gradient_accumulation_steps
+        planned = self.compile_options.get("micro_batches", count) if self.job is None else self.job.plan.micro_batches
+        if planned != count:
+            raise BatchError(
+                f"images have several sizes, so that a step takes its {count} batches as micro-batches, and the plan "
+                f"has micro_batches={planned}: set gradient_accumulation_steps={planned}, or give "
+                f"compile_options={{'micro_batches': {count}}}"
+            )
+        return True
+
+    def _fill(self, batch: Any) -> Any:
+        """Fill the batch up to the rows of every step, or a list of micro-batches up to their number."""
+        assert self._form is not None
+        if isinstance(batch, list):
+            return self._form.fill_list(batch, self.args.gradient_accumulation_steps)
         return self._form.fill(batch)
 
-    def _take_step(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
+    def _take_step(self, job: Job, batch: Any) -> Tensor:
         return job.step(batch)
 
     def _found_form(self, batch: Any) -> BatchForm:
@@ -224,20 +243,24 @@ class StepsByJob(Host):
             return batch
         return {name: self.accelerator.gather(value.to(self.args.device)).cpu() for name, value in batch.items()}
 
-    def _begin_job(self, batch: dict[str, Tensor]) -> tuple[Job, Broadcast]:
+    def _begin_job(self, batch: Any) -> tuple[Job, Broadcast]:
         """The job, and who is told of its steps, until the run ends."""
         assert self._form is not None
         listeners = self._listeners()
         is_main, rows = self.is_world_process_zero(), self._form.rows
+        shown = batch[0] if isinstance(batch, list) else self._form.repeat(batch)
         if is_main:
-            tell_planning(self.model, self.hardware, self._form.repeat(batch), rows)
-        short = short_rows(self.args, self.train_dataset, self._form.rows, self._total_steps)
-        job, self._form = compile_for_all_rows(
-            self._compile, batch, self._form, self.model, short, self.compile_options, self.args.world_size
-        )
+            tell_planning(self.model, self.hardware, shown, rows)
+        if isinstance(batch, list):
+            job = self._compile(self._fill(batch))
+        else:
+            short = short_rows(self.args, self.train_dataset, self._form.rows, self._total_steps)
+            job, self._form = compile_for_all_rows(
+                self._compile, batch, self._form, self.model, short, self.compile_options, self.args.world_size
+            )
         self._run.enter_context(job)
         if is_main:
-            tell_plan(job, self._form.repeat(batch), rows)
+            tell_plan(job, shown, rows)
         if self._checkpoint is not None:
             job.resume(Path(self._checkpoint) / FOLDER)
         broadcast = self._run.enter_context(telling(Broadcast(job, listeners)))
@@ -266,7 +289,7 @@ class StepsByJob(Host):
         """The module that the job trains: the model, or the model with the loss that the trainer makes."""
         return TracedLoss(self.model, partial(loss_of_trainer, self)) if makes_loss(self) else self.model
 
-    def _compile(self, batch: dict[str, Tensor], **more: Any) -> Job:
+    def _compile(self, batch: Any, **more: Any) -> Job:
         args = self.args
         self.model.train()
         schedule = partial(
@@ -336,6 +359,8 @@ class StepsByJob(Host):
         whole = self._gather_batches([own])
         batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""
+        if self._form.has_own_sizes([batch]):
+            reason = reason or "its images have several sizes"
         if rest := count_rows(batch) % self._form.rows:
             reason = reason or why_not_short(batch, rest, self.model, self.job, self._form)
         if reason:

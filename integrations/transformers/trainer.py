@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ...ir.errors import PlanError
+from ...runtime.quantised.libraries import why_missing
 
 try:
     from transformers import Seq2SeqTrainer, Trainer
 except ImportError as error:
-    raise PlanError("transformers is not installed; pip install 'penstock[hf]'") from error
+    raise PlanError(f"PenstockTrainer: transformers is {why_missing('transformers', error, 'hf')}") from error
 
 from .steps import StepsByJob
 

@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...ir.errors import PlanError
+from ...runtime.quantised.libraries import why_missing
 
 try:
     import trl  # noqa: F401
 except ImportError as error:
-    raise PlanError("trl is not installed; pip install 'penstock[trl]'") from error
+    raise PlanError(f"penstock.integrations.trl: trl is {why_missing('trl', error, 'trl')}") from error
 
 if TYPE_CHECKING:
     from .cpo import PenstockCPOTrainer, PenstockORPOTrainer

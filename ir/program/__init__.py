@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..stages.flat import Segment
+from ..stages.forms import FIRST_FORM, FORM, MOST_FORMS, larger_interface, part_of_form, why_unlike
 from ..stages.hooks import Earlier, HookCall, elementwise
 from ..stages.interface import Interface, shard_key, sizes_spec
 from ..stages.row_part import whole_params, wrong_parts
@@ -83,7 +84,10 @@ from .shares import first_micro_batches, share_of
 from .text import SHORT_DTYPES, describe, excerpt, line_numbers, parse_program, print_node, print_program, program_lines
 
 __all__ = [
+    "FIRST_FORM",
+    "FORM",
     "HOOK_PORTION_ELEMENTS",
+    "MOST_FORMS",
     "ON_DEVICE",
     "PAGE",
     "SHORT_DTYPES",
@@ -148,6 +152,7 @@ __all__ = [
     "join_orders",
     "judging_op",
     "lane_of",
+    "larger_interface",
     "largest_values",
     "line_numbers",
     "link_turn_of",
@@ -159,6 +164,7 @@ __all__ = [
     "norm_device",
     "operands",
     "parse_program",
+    "part_of_form",
     "persistent_bytes",
     "place_bytes",
     "place_frees",
@@ -185,6 +191,7 @@ __all__ = [
     "value_of",
     "values_of",
     "whole_params",
+    "why_unlike",
     "work_of",
     "wrong_expression",
     "wrong_parts",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...ir import ops
 from ...ir.errors import BudgetExceeded
-from ...ir.program import Sizes
+from ...ir.program import FIRST_FORM, FORM, Sizes
 from ..optimizer.gradients import Grads, LossScales
 from ..quantised.pieces import lending
 from ..stage.kept import Kept
@@ -174,6 +174,10 @@ class Issuing:
         if streams.spec.kind == "cuda":
             self.loans = Loans() if before is None or before.loans is None else before.loans
         self._first = 0 if self.loans is None else self.loans.begin(len(plan.ops))
+
+    def form_of(self, micro_batch: int) -> int:
+        """The number of a micro-batch's form."""
+        return self.sizes[micro_batch].get(FORM, FIRST_FORM) if self.sizes else FIRST_FORM
 
     @property
     def complete(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...ir import ops
 from ...ir.errors import PlanError
-from ...ir.program import Program, TeamPart
+from ...ir.program import FORM, Program, TeamPart
 from ..accelerator import give_back
 from ..experts.exchange import rows_at_experts, sums_at_tokens, warm_up_exchange
 from ..experts.routes import Arrivals
@@ -68,7 +68,12 @@ class Messages(Issuing):
         src = issue.peer
         stage, _, output = like.partition(".")
         spec, link, throttled = self.interface.stages[stage].output(output), self._link(), self.pacing.throttled
-        shape = spec.shape if issue.sized_as is None or not spec.dims else spec.shape_at(self.sizes[issue.sized_as])
+        shape = spec.shape
+        if issue.sized_as is not None and FORM in self.interface.sizes:
+            number = self.interface.stages[stage].made.index(spec)
+            shape = self.state.forms[self.form_of(issue.sized_as)].stages[stage].made[number].shape
+        elif issue.sized_as is not None and spec.dims:
+            shape = spec.shape_at(self.sizes[issue.sized_as])
 
         def run() -> list[Any]:
             into = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self.device)

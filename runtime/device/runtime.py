@@ -21,6 +21,7 @@ from ..optimizer.gradients import Grads, Verdict, clip_factor, judge, speculativ
 from ..optimizer.hooks import run_hooks
 from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.file import Staged
+from ..stage.runner import StageRunner
 from ..stage.store import StageStore
 from .issuing import Box, Handle
 from .messages import Messages
@@ -43,7 +44,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
     ) -> tuple[Handle, ...]:
         issue = self._next("forward")
         store, bound, boxes = self.stores[stage], weights.box, [h.box for h in inputs]
-        runner, seed = store.runner, self._seed(issue)
+        runner, seed = self._runner(stage, micro_batch), self._seed(issue)
 
         def run() -> list[Any]:
             runner.bind(bound.value)
@@ -145,17 +146,18 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
     def evaluate(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int) -> tuple[Handle, ...]:
         issue = self._next("evaluate")
-        runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
+        runner, bound, boxes = self._runner(stage, micro_batch), weights.box, [h.box for h in inputs]
         assert issue.micro_batch is not None
         state = self.state
-        evaluation = state.step_count, state.evaluation_count
+        evaluation, store = (state.step_count, state.evaluation_count), self.stores[stage]
         seed = evaluation_seed(state.seed, *evaluation, issue.micro_batch)
 
         def run() -> list[Any]:
             runner.bind(bound.value)
             runner.prepare_buffers(evaluation)
             values = [box.value for box in boxes]
-            return self._try(issue, values, lambda given: runner.evaluate(given, seed))
+            outputs = self._try(issue, values, lambda given: runner.evaluate(given, seed))
+            return outputs if runner is store.runner else store.pick_outputs(outputs, runner.spec)
 
         return tuple(self._launch(issue, boxes, run))
 
@@ -172,7 +174,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         unpack_once: bool = False,
     ) -> tuple[Handle, ...]:
         issue = self._next("backward")
-        store, bound = self.stores[stage], weights.box
+        store, bound, runner = self.stores[stage], weights.box, self._runner(stage, micro_batch)
         boxes = [None if h is None else h.box for h in inputs]
         given = self._output_gradients(douts)
         number = issue.turn // self.interface.accumulate
@@ -194,11 +196,9 @@ class DeviceRuntime(Transfers, Messages, Versions):
                 scale = self.scales.scale_of(number)
                 values = [d * scale if isinstance(d, float) else value for d, value in zip(douts, values)]
             graph = None if kept_box is None else kept_box.value
-            store.runner.bind(bound.value)
-            inputs_now = self._inputs_again(issue, boxes)
-            dinputs, total = store.runner.backward(
-                graph, inputs_now, values, so_far, seed, places, issue.adds_on, unpack_once
-            )
+            runner.bind(bound.value)
+            inputs_now, more = self._inputs_again(issue, boxes), issue.adds_on and len(store.of_forms) == 1
+            dinputs, total = runner.backward(graph, inputs_now, values, so_far, seed, places, more, unpack_once)
             self._let_go(store, bound.value)
             return [*dinputs, Grads(total, flats=flats)]
 
@@ -236,7 +236,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         micro_batch: int,
     ) -> tuple[Handle, ...]:
         issue = self._next("backward_input")
-        runner, bound = self.stores[stage].runner, weights.box
+        runner, bound = self._runner(stage, micro_batch), weights.box
         boxes = [None if h is None else h.box for h in inputs]
         kept_box = Box() if kept is None else kept.box
         given = self._output_gradients(douts)
@@ -262,14 +262,15 @@ class DeviceRuntime(Transfers, Messages, Versions):
     ) -> Handle:
         issue = self._next("backward_weight")
         store, bound, rest_box = self.stores[stage], weights.box, rest.box
+        runner = self._runner(stage, micro_batch)
         grads_box = Box() if grads is None else grads.box
         if grads is not None:
             grads.release()
 
         def run() -> list[Any]:
-            store.runner.bind(bound.value)
+            runner.bind(bound.value)
             so_far, flats, places = self._sum_so_far(store, grads_box)
-            return [Grads(store.runner.backward_weight(rest_box.value, so_far, places), flats=flats)]
+            return [Grads(runner.backward_weight(rest_box.value, so_far, places), flats=flats)]
 
         return self._launch(issue, [rest_box, grads_box], run, [grads_box] if grads is not None else [])[0]
 
@@ -300,6 +301,10 @@ class DeviceRuntime(Transfers, Messages, Versions):
             return [a.value]
 
         return self._launch(issue, [a, b], run, [a])[0]
+
+    def _runner(self, stage: str, micro_batch: int) -> StageRunner:
+        """The runner of a stage for the form of a micro-batch."""
+        return self.stores[stage].of_forms[self.form_of(micro_batch)]
 
     def _seed(self, issue: Issue) -> int:
         """A seed by the micro-batch's number in the whole batch; the file counts micro-batches within its lane."""

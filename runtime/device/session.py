@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...ir import ops
 from ...ir.errors import BatchError, BudgetExceeded, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import (
+    Interface,
     Program,
     bind_one,
     computed_again,
@@ -37,7 +39,7 @@ from ..simulate import Span
 from ..stage.saver import Saver
 from ..stage.warm import warm_up
 from ..turns import TurnsLost
-from .file import DeviceFile
+from .file import DeviceFile, open_device_file, read_device_file
 from .host import trim_memory
 from .issuing import Handle
 from .messages import warm_up_routes
@@ -156,6 +158,19 @@ class DeviceSession:
         plan = plan_issues(program, self.spec.budget_bytes, self.setup.dram_budget_bytes, self.streams.name_of, pooled)
         self.pacing.mark(name, plan)
         return plan
+
+    def take_form(self, number: int, path: Path, form: Interface, room: Interface) -> None:
+        """Run micro-batches of another form, by the stages of its own file, from now on. `room`: the interface with
+        room for all forms."""
+        self.finish_step()
+        lane, role = place_of(room, self.index)
+        file = open_device_file(path, form, role, self.setup.trust)
+        first = read_device_file(self.file.path, room, role)
+        programs = {name: bind_one(program, lane) for name, program in first.programs.items()}
+        self.setup, self.state.interface = replace(self.setup, interface=room), programs["step"].interface
+        self.plans = {name: self._plan(name, program) for name, program in programs.items()}
+        self._moved = {name: moved_bytes(plan, self.setup.hardware, self.spec) for name, plan in self.plans.items()}
+        self.state.take_form(number, form, file, self.plans)
 
     def _warm_up(self, programs: list[Program]) -> None:
         """Load the kernels of all stages, as the first step would, while no message is under way."""

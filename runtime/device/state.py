@@ -13,7 +13,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import HardwareError, PlanError
 from ...ir.precision import Precision
-from ...ir.program import Account, Interface, StageHome, team_of
+from ...ir.program import FIRST_FORM, Account, Interface, StageHome, team_of
 from ..accelerator import growing_segments, limit_allocator, restore_allocator, settle
 from ..bad_step import BadStep
 from ..compiled.blocks import BACKEND, require_compiler
@@ -151,6 +151,7 @@ class DeviceState:
         bad_step: BadStep | None = None,
     ):
         self.index, self.interface, self.device = setup.index, interface, device
+        self.forms = {FIRST_FORM: interface}  # those of the file and of others that have come, by number
         self.bad_step, self.stop_on_nan = bad_step, setup.stop_on_nan
         self._member: dict[str, Tensor] = {}  # this device's number in groups over lanes
         self.seed, self.step_count = setup.seed, 0
@@ -205,6 +206,18 @@ class DeviceState:
             member=team_of(self.interface, self.index).index(self.index),
         )
         return StageStore(self.interface.stages[stage], module, self.interface, how)
+
+    def take_form(self, number: int, form: Interface, file: DeviceFile, plans: Mapping[str, Issues]) -> None:
+        """Run micro-batches of this form by the stages of a file of their own. `plans`: those with room for all."""
+        self.forms[number] = form
+        for stage, store in self.stores.items():
+            spec = form.stages[stage]
+            kept_bytes = self.interface.stages[stage].kept_bytes
+            store.take_form(number, spec, file.build(stage), file.constants(spec), kept_bytes)
+        self.memory.plans = plans
+        self.memory.grow(ops.DRAM, max(plan.arenas[ops.DRAM] for plan in plans.values()))
+        self.memory.device_arena.forget()
+        self.memory.dram_arena.forget()
 
     def _flat_stage(self, stage: str, group: str) -> FlatStage | None:
         """The layout of a stage that is spread over its group, as this device has it; None for a whole stage."""

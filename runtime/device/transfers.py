@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ir.program import part_of_form
 from ..accelerator import GpuStream, on_stream, timed_event
 from ..optimizer.gradients import Grads
 from ..stage.arena import Arena, grads_layout
@@ -37,10 +38,16 @@ class Transfers(Issuing):
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         issue, spec = self._next("load"), self.interface.batch[name]
         rows, part = spec.shape[0], spec.part_at(self.sizes[micro_batch]) if spec.dims else None
+        own = self.state.forms[self.form_of(micro_batch)].batch.get(name, spec)
+
+        def cut(given: Tensor) -> Tensor:
+            if own.shape != spec.shape:
+                return part_of_form(given, own)
+            return given if part is None else given[part]
+
         if self.device.type == "cpu":  # a view: it takes no memory and need not wait
             first, last = micro_batch * rows, (micro_batch + 1) * rows  # `batch` holds the rows of this lane
-            given = batch[name][first:last].cpu()
-            return Handle(Box(None, given if part is None else given[part]))
+            return Handle(Box(None, cut(batch[name][first:last].cpu())))
 
         def run() -> list[Any]:
             pinned = self.pinned.get(name)
@@ -48,7 +55,7 @@ class Transfers(Issuing):
                 whole = batch[name] if batch[name].is_cuda else batch[name].pin_memory()
                 pinned = self.pinned[name] = whole.split(rows)
             moved = pinned[micro_batch].to(self.device, copy=True, non_blocking=True)
-            return [moved if part is None else moved[part]]
+            return [cut(moved)]
 
         return self._launch(issue, [], run)[0]
 

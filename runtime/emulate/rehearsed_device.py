@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ir import ops
-from ...ir.program import Program, StageHome, StageSpec
+from ...ir.program import FIRST_FORM, Program, StageHome, StageSpec
 from ..device.file import DeviceFile
 from ..device.issuing import Box, Handle
 from ..device.named_streams import Streams
@@ -36,6 +36,7 @@ class EmptyStore:
 
     def __init__(self, spec: StageSpec, flat_stage: FlatStage | None):
         self.spec, self.flat_stage, self.runner = spec, flat_stage, None
+        self.of_forms = {FIRST_FORM: None}
         self.part = spec if flat_stage is None else flat_stage.part
         self.layout = weights_layout(spec) if flat_stage is None else flat_stage.own
         self.flat = allocate(self.layout.total_bytes, NOWHERE)

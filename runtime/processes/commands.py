@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...ir.errors import CheckpointError, error_from_data, error_to_data
-from ...ir.program import RowPart
+from ...ir.program import Interface, RowPart
 from ..device.host import Trimmer, trim_memory
 from ..device.session import DeviceSession, StepResult
 from ..stage.store import StagePart
@@ -49,6 +49,13 @@ def undo_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors)
 def finish_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """The report of the last step, at its end."""
     return pack_result(StepResult({}, session.finish_step()))
+
+
+def take_form(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """See `DeviceSession.take_form`."""
+    form, room = (Interface.from_json(args[name]) for name in ("form", "room"))
+    session.take_form(args["number"], Path(args["path"]), form, room)
+    return {"batch_names": session.batch_names}, {}
 
 
 def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
@@ -209,7 +216,7 @@ def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> 
 COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer]] = {
     f.__name__: f
     for f in (
-        run_step, begin_step, finish_step, undo_step, run_evaluate, load_stage, end_loading, stage_state,
+        run_step, begin_step, finish_step, undo_step, take_form, run_evaluate, load_stage, end_loading, stage_state,
         load_stage_state, write_shard, need_of_save, begin_save,
         read_shard, begin_checkpoint, commit_checkpoint, abort_checkpoint, counters, load_counters,
         options, set_option, spans,

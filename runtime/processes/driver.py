@@ -18,7 +18,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
-from ...ir.program import SIZES, Program, place_of
+from ...ir.program import SIZES, Interface, Program, place_of
 from ..bad_step import BadStep
 from ..device.host import Trimmer, trim_memory
 from ..device.session import DeviceSession, StepResult
@@ -100,6 +100,16 @@ class Driver:
             self.finish_step()
             self.call_all("undo_step", {device: ({}, {}) for device in range(self.setup.interface.world_size)})
         return found
+
+    def take_form(self, number: int, files: RunSetup, room: Interface) -> list[dict[str, Any]]:
+        """Let the devices run micro-batches of another form, by the stages of these files, from the next step on.
+        `room`: the interface with room for all forms."""
+        args = {"number": number, "form": files.interface.to_json(), "room": room.to_json()}
+        devices = range(room.world_size)
+        answers = self.call_all("take_form", {d: ({**args, "path": str(files.file_of(d))}, {}) for d in devices})
+        self.setup = replace(self.setup, interface=room)
+        self.__dict__.pop("inputs", None)
+        return answers
 
     def report_before(self) -> dict[str, Any]:
         """The report of the step before the one that began last, for which nothing waits: it came with that one. There

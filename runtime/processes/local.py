@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...ir.errors import PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Program
+from ...ir.program import Interface, Program
 from .. import scratch
 from ..accelerator import queues
 from ..children import import_environment
@@ -177,6 +177,11 @@ class LocalWorkers(Driver):
         return self.setup.timeout_s + simulate(programs, hardware, precision=self.setup.precision).step_s
 
     # --- commands
+
+    def take_form(self, number: int, files: RunSetup, room: Interface) -> list[dict[str, Any]]:
+        answers = super().take_form(number, files, room)
+        self._names = {device: answer["batch_names"] for device, answer in enumerate(answers)}
+        return answers
 
     def call(
         self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 from typing import Any
 
 from ...ir.errors import PlanError
@@ -25,8 +26,7 @@ def float8() -> Any:
         importlib.import_module("torchao.float8.float8_ops")
     except ImportError as error:
         raise PlanError(
-            f"precision: products in float8 are torchao's, which is not installed here ({error}): "
-            "pip install 'penstock[torchao]'"
+            f"precision: products in float8 are torchao's, which is {why_missing('torchao', error, 'torchao')}"
         ) from error
     return importlib.import_module("torchao.float8")
 
@@ -39,13 +39,25 @@ def is_installed(name: str) -> bool:
     return True
 
 
+def why_missing(name: str, error: ImportError, extra: str = "") -> str:
+    """The reason why a library cannot be imported, after "which is": it is not there, and `extra` of Penstock brings
+    it, or it is there and fails with a message of its own."""
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except ValueError:  # a module without a spec, which a test made
+        found = False
+    if found:
+        return f"installed and cannot be imported: {' '.join(str(error).split())}"
+    wanted = f"'penstock[{extra}]'" if extra else name
+    return f"not installed here: pip install {wanted}"
+
+
 def _library(name: str, part: str = "") -> Any:
     try:
         return importlib.import_module(f"{name}.{part}" if part else name)
     except ImportError as error:
         raise PlanError(
-            f"model: its weights are quantised by {name}, which unpacks them and is not installed here ({error}): "
-            f"pip install 'penstock[{name}]'"
+            f"model: its weights are quantised by {name}, which unpacks them and is {why_missing(name, error, name)}"
         ) from error
 
 

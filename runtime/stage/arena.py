@@ -164,6 +164,10 @@ class Arena:
             on_pages = self.on_pages and self.device.type == "cpu"
             self.flat = pages(num_bytes, self.pinned, self.node) if on_pages else allocate(num_bytes, self.device)
 
+    def forget(self) -> None:
+        """Make the views anew, of ops that are planned anew."""
+        self._prepared.clear()
+
     def range(self, offset_bytes: int, num_bytes: int) -> Tensor:
         return self.flat[offset_bytes : offset_bytes + num_bytes]
 

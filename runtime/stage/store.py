@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...ir import ops
 from ...ir.errors import CheckpointError
-from ...ir.program import Interface, ParamSpec, StageHome, StageSpec, TeamPart
+from ...ir.program import FIRST_FORM, Interface, ParamSpec, StageHome, StageSpec, TeamPart
 from ..optimizer.gradients import Grads
 from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSnapshot, OptimizerSpec, StageOptimizer, Workspace
@@ -81,6 +81,8 @@ class StageStore:
         self._constants = dict(setup.constants)
         self.part = spec if flat_stage is None else flat_stage.part
         self.runner = StageRunner(spec, module, device, setup.precision, setup.weights_move, setup.compiler)
+        self.of_forms = {FIRST_FORM: self.runner}  # by the number of a micro-batch's form
+        self._constants_of = {FIRST_FORM: self._constants}
         self._where = device if home.weights == ops.DEVICE else torch.device("cpu")
         self._pinned = home.weights == ops.DRAM and device.type == "cuda"
         self._staging = setup.staging
@@ -127,6 +129,25 @@ class StageStore:
         flat = allocate(layout.total_bytes, self._where, node=self.node)  # not pinned: no GPU reads masters in DRAM
         views = layout.views(flat)
         return {name: view for name, view in views.items() if name in self._trained}
+
+    def take_form(
+        self, number: int, spec: StageSpec, module: nn.Module, constants: Mapping[str, Tensor], kept_bytes: int
+    ) -> None:
+        """Run micro-batches of a form by a module of their own. `kept_bytes`: the most that a form keeps."""
+        first = self.runner
+        runner = StageRunner(spec, module, first.device, first.precision.name, first.weights_move)
+        runner.load_buffers({**self._buffers(), **constants})
+        self.of_forms[number], self._constants_of[number] = runner, dict(constants)
+        for each in self.of_forms.values():
+            each.kept_bytes = kept_bytes
+
+    def pick_outputs(self, outputs: Sequence[Tensor], spec: StageSpec) -> list[Tensor]:
+        """The outputs of an evaluation of another form by the names that the program has; nothing for one that the form
+        lacks."""
+        count = len(self.spec.outputs)
+        extras = {extra.name: value for extra, value in zip(spec.extra_outputs, outputs[count:])}
+        nothing = torch.empty(0)
+        return [*outputs[:count], *(extras.get(extra.name, nothing) for extra in self.spec.extra_outputs)]
 
     # --- the update
 
@@ -241,7 +262,8 @@ class StageStore:
             self.weights[name].copy_(given)
             if name in self.masters and (self.file is None or name in self.staying):  # else masters are in the file
                 self.masters[name].copy_(given)
-        self.runner.load_buffers({**buffers, **self._constants})
+        for number, runner in self.of_forms.items():
+            runner.load_buffers({**buffers, **self._constants_of[number]})
 
     def _write(self, flat: Tensor) -> None:
         assert self.file is not None

@@ -215,7 +215,10 @@ def read_manifest(path: Path) -> Manifest:
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise damage(file, "is not the manifest of a checkpoint")
     if manifest.get("version") != VERSION:
-        raise CheckpointError(f"{file}: has version {manifest.get('version')}; this Penstock reads version {VERSION}.")
+        raise CheckpointError(
+            f"{file}: has version {manifest.get('version')}; this Penstock reads version {VERSION}. A later release "
+            "reads both."
+        )
     if manifest.get("sha256") != _own_digest(manifest):
         raise damage(file, "was altered after writing")
     try:

@@ -61,6 +61,8 @@ def test_every_part_is_drawn(report: Path, opened: Open, screenshot: Callable[[A
         assert drawn > 3, part
     assert page.locator("#stage-table tr").count() > 2
     assert "measured" in page.text_content("#timeline-note")
+    assert re.match("Predicted: .* held at most .*, as measured", page.text_content("#memory-note"))
+    assert "lower bound" in page.text_content("#spent-note")
     screenshot(page, "report")
     screenshot(page.locator("#memory"), "report-memory")
 
@@ -70,12 +72,13 @@ def test_rivals_are_bars_with_their_reasons(report: Path, opened: Open) -> None:
     assert "Nothing else was simulated" in page.text_content("#rivals-note")
     assert page.locator("#rivals-chart").is_hidden()
     rows = [
-        {"name": "slow <b>", "step_s": 1.0, "reason": "too slow"},
+        {"name": "slow <b>", "step_s": 1.0, "reason": "too slow", "differs": "without insert-fetch"},
         {"name": "big", "step_s": None, "reason": "no room"},
     ]
     page.evaluate("rows => { facts.rivals = rows; rivals(); }", rows)
     assert page.evaluate("drawn['rivals-chart'].getOption().yAxis[0].data") == ["this plan", "slow <b>"]
     page.click("#rivals-why")
+    assert "without insert-fetch" in page.inner_text("#rivals-table")
     assert "no room" in page.inner_text("#rivals-table") and "slow <b>" in page.inner_text("#rivals-table")
 
 
@@ -209,6 +212,7 @@ def test_a_job_that_has_made_no_step_says_so(tmp_path: Path, opened: Open) -> No
     job, _ = job_of()
     page = opened(job.report(tmp_path / "report.html", what_if=False))
     assert "none yet" in page.text_content("#figures")
+    assert page.text_content("#memory-note").endswith("Nothing was measured.")
     assert page.evaluate("spans.every(span => !span.measured)")
 
 
@@ -225,11 +229,12 @@ def test_a_notebook_shows_it_in_a_frame(tmp_path: Path, browser: Any) -> None:
     page.close()
 
 
-def test_a_phone_shows_all_of_it(report: Path, browser: Any) -> None:
-    page = browser.new_page(viewport={"width": 390, "height": 844})
+@pytest.mark.parametrize("width", [390, 420])
+def test_a_phone_shows_all_of_it(width: int, report: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 844})
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-ready=yes]")
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.evaluate("document.documentElement.scrollWidth") == width
     left = "drawn['whatif-chart'].convertToPixel({xAxisIndex: 0}, 0)"
     assert page.evaluate(left) < 200
     page.close()

@@ -156,10 +156,9 @@ def test_only_what_is_faster_is_advice(job: Job) -> None:
     ]
     lines = say(options(), job, None, None, others)[-4:-1]
     assert re.sub(r"[\d,]+ tokens", "N tokens", "\n".join(lines)) == (
-        "instead     --adapter lora:r=16  N tokens a second, 3.00 times as many\n"
-        "            --batch 8            N tokens a second, 1.50 times as many\n"
-        "no faster   --dram 128GB; --precision bf16-true; --batch 16 (does not fit); as far as short "
-        "searches tell"
+        "instead     --adapter lora:r=16  N tokens a second, 3.00 times the speed\n"
+        "            --batch 8            N tokens a second, 1.50 times the speed\n"
+        "no faster   --dram 128GB; --precision bf16-true; --batch 16 (does not fit); by a short search"
     )
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import penstock
 from penstock.cli.main import main
 from penstock.cli.options import JobOptions
 from penstock.ir.errors import PlanError
@@ -29,6 +31,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Exit code, stdout and stderr of a command line."""
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("penstock.cli.working.NOTICE_S", 1e6)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
@@ -56,6 +59,15 @@ def test_help_shows_an_example_that_parses(run: Run, command: str) -> None:
     assert example.startswith(f"Example: penstock {command}")
     options = [word for word in example.split() if word.startswith("--")]
     assert all(option in out[: out.index("Example: ")] for option in options), options
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "adapters"])
+def test_options_are_in_groups(run: Run, command: str) -> None:
+    _, out, _ = run(command, "--help")
+    groups = re.split(r"^╭─ (\w+) ─.*$", out, flags=re.MULTILINE)
+    sizes = {name: len(re.findall(r"^│ +--\w", text, re.MULTILINE)) for name, text in zip(groups[1::2], groups[2::2])}
+    assert {"Model", "Hardware", "Plan", "Optimizer", "Training"} <= sizes.keys()
+    assert max(sizes.values()) <= 15, sizes
 
 
 def test_help_and_mistyped_options_need_no_torch() -> None:
@@ -94,7 +106,7 @@ def test_plan_proves_its_stages_if_asked(run: Run) -> None:
     ("more", "said"),
     [
         (["--strategy", "gpipe"], "only the stages of partition-mip can be proved"),
-        (["--hardware", "rtx4090x1"], "--prove is for one machine"),
+        (["--hardware", "rtx4090x1"], "--prove: for one machine"),
         (["--plan", "plan.json"], "a plan that is searched"),
     ],
 )
@@ -179,13 +191,17 @@ def test_simulate_a_written_directory(run: Run, written: Path, tmp_path: Path) -
 
 def test_explain_a_written_directory(run: Run, written: Path) -> None:
     code, out, _ = run("explain", str(written))
-    assert code == 0
+    assert code == 0 and len(out.splitlines()) <= 12
+    assert out.splitlines()[1].startswith("fits        yes: cpu0") and "rivals" not in out.splitlines()
+    code, whole, _ = run("explain", str(written), "--full")
+    assert code == 0 and whole.startswith(out[: out.index("more  ")])
+    out = whole
     assert "these programs as they are" in out and "computation 2x as fast" in out
 
 
 @pytest.mark.slow
 def test_explain_a_model(run: Run) -> None:
-    code, out, _ = run("explain", "--model", GPT, *GPIPE)
+    code, out, _ = run("explain", "--model", GPT, *GPIPE, "--full")
     assert code == 0
     assert "planned anew" in out and "computation 2x as fast" in out
 
@@ -216,8 +232,8 @@ def test_check_exits_with_1_where_the_plan_differs(run: Run, written: Path, monk
         (["plan", "--model", GPT, *CPU, "--set", "ram=1GB"], "with --hardware cpu there are num_devices"),
         (["plan", "--model", GPT, *CPU, "--optimizer", "adamm"], "try adam"),
         (["plan", "--model", GPT, *CPU, "--tokens", "many"], "--tokens 'many': allowed is a number"),
-        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--tokens", "1M"], "--tokens and --price are for the"),
-        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--price", "1"], "--tokens and --price are"),
+        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--tokens", "1M"], "--tokens: for one machine"),
+        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--price", "1"], "--price: for one machine"),
         (["plan", "--model", GPT, *CPU, "--precision", "fp4"], "allowed are"),
         (["plan", "--model", GPT, *CPU, "--strategy", "mobios"], "did you mean mobius"),
         (["plan", "--model", GPT, *CPU[:-1], "3"], "does not divide the batch of 4"),
@@ -235,6 +251,31 @@ def test_mistakes_are_one_message_on_stderr(run: Run, arguments: list[str], said
     assert code == 2
     assert err.startswith("error: ") and said in err
     assert "Traceback" not in err
+
+
+def test_the_version(run: Run) -> None:
+    status, shown, _ = run("--version")
+    assert status == 0 and shown.startswith(f"penstock {penstock.__version__}, torch {torch.__version__}, Python 3.")
+
+
+def test_an_adapter_on_a_quantised_base_is_planned_without_their_libraries(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("peft", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    model = "llama3.2:1b:num_hidden_layers=2,hidden_size=256,intermediate_size=512,vocab_size=512"
+    adapter = ("--adapter", "lora:r=64", "--base", "nf4")
+    status, shown, said = run("plan", "--model", model, *adapter, "--hardware", "4090", "--sequence", "64", "--json")
+    assert status == 0, said
+    assert json.loads(shown)["precision"] == "bf16-true"
+
+
+def test_training_on_a_gpu_that_is_not_here_is_refused_before_data_is_read(run: Run, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    arguments = ("--data", str(tmp_path / "nothing.txt"), "--hardware", "4090", "--out", str(tmp_path / "out"))
+    status, _, said = run("train", "--model", GPT, *arguments)
+    assert status == 2 and "rtx4090x1: the plan needs 1 GPU on a host, torch" in said and "sees 0 here" in said
 
 
 def test_debug_shows_where_an_error_came_from() -> None:

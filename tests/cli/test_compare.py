@@ -97,7 +97,7 @@ def test_a_machine_without_the_precision_is_a_row(run: Run) -> None:
         (["--hardware", "mobius-topo4", "--hardware", "mobius-topo5x"], "no hardware preset 'mobius-topo5x'"),
         (
             ["--hardware", "cpu", "--hardware", "cpu", "--out", "x"],
-            "--out, --dump-passes, --plan and --full are for one machine",
+            "--out or --dump-passes: for one machine",
         ),
     ],
 )

@@ -149,3 +149,9 @@ def test_preferences_are_counted(tmp_path: Path) -> None:
 def test_mistakes(rows: list[dict[str, Any]], changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=said):
         run(options(tmp_path, rows, **changes))
+
+
+@pytest.mark.parametrize(("model", "items"), [("whisper-tiny", "recordings"), ("vit-base", "images")])
+def test_models_that_read_no_text_are_refused(model: str, items: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=f"penstock train reads text, and {model} takes {items}; call penstock.compile"):
+        run(options(tmp_path, [{"text": "abc"}], model=model))

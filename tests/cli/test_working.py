@@ -1,9 +1,11 @@
-"""The progress of planning is shown on a terminal, and nowhere else."""
+"""The progress of planning is shown on a terminal; a pipe hears of it after seconds, and of each other plan."""
 
 from __future__ import annotations
 
 import io
 import logging
+import time
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -33,8 +35,23 @@ def test_a_terminal_shows_what_is_planned_and_how_far_it_is(screen: Console) -> 
     shown = screen.file.getvalue()
     for line in ("planning: 3 plans tried", "planning with --batch 8: 4 plans tried"):
         assert (line in shown) == screen.is_terminal
-    assert screen.is_terminal or shown == "first\nsecond\n"
+    assert screen.is_terminal or shown == "first\nplanning with --batch 8\nsecond\n"
     assert (logger.level, list(logger.handlers)) == before
+
+
+def test_a_pipe_hears_of_planning_that_takes_seconds(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr("penstock.cli.working.NOTICE_S", 0.0)
+    with working():
+        for _ in range(100):
+            time.sleep(0.05)
+            if said := capfd.readouterr().err:
+                break
+    assert said.startswith("planning; ")
+    monkeypatch.setattr("penstock.cli.working.NOTICE_S", 0.1)
+    with working():
+        pass
+    time.sleep(0.3)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_first_plan_that_fits_is_answered_at_once_and_better_ones_replace_it(screen: Console) -> None:

@@ -1,4 +1,4 @@
-"""What a precision means, stated again in plain PyTorch, without any code of the package.
+"""The meaning of a precision, stated again in plain PyTorch, without any code of the package.
 
 Parameters have the low dtype and floating inputs of forward are cast to it; buffers stay. Each micro-batch has its own
 backward, and the gradients are added up in fp32. The optimizer updates fp32 masters; the parameters follow.

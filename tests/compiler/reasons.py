@@ -6,6 +6,6 @@ from penstock.compiler.job.job import Job
 
 
 def reasons_of(job: Job) -> str:
-    """The text of `job.explain()` without what would help, which is eight searches on other machines."""
+    """The text of `job.explain(full=True)` without what would help, which is eight searches on other machines."""
     job._pages.helps = []
-    return job.explain()
+    return job.explain(full=True)

@@ -104,22 +104,22 @@ def test_frozen_layers_are_in_float8_and_adapters_around_them_are_not(precision:
     assert_equal_steps(job, plain_of(job, model, 2), batch)
 
 
-@pytest.mark.parametrize(("precision", "of_whole"), [("fp8-rowwise", 5e-3), ("fp8-tensorwise", 5e-2)])
-def test_the_check_compares_with_the_same_layers(precision: str, of_whole: float) -> None:
+@pytest.mark.parametrize(("precision", "whole_prologue"), [("fp8-rowwise", 5e-3), ("fp8-tensorwise", 5e-2)])
+def test_the_check_compares_with_the_same_layers(precision: str, whole_prologue: float) -> None:
     """Nothing differs from the same micro-batches. On whole batches eager scales by other values."""
     model, batch = upcasting()
     report = check(compile_job(model, batch, precision, 4), model, [batch] * 2)
     assert report.passed
     by_side = {(d.against, d.what): d.relative for d in report.differences}
     assert all(by_side["captured graph", what] == 0.0 for what in ("loss", "gradient", "weight"))
-    assert 0.0 < by_side["model itself", "gradient"] < of_whole
+    assert 0.0 < by_side["model itself", "gradient"] < whole_prologue
 
 
 def test_the_plan_says_what_is_in_float8() -> None:
     model, batch = upcasting()
     job = compile_job(model, batch, "fp8", strategy="balanced")
     assert job.plan.precision == "fp8-rowwise" and "use-float8" in job.plan.passes
-    told = " ".join(job.explain().split())
+    told = " ".join(job.explain(full=True).split())
     assert "multiplied in float8: 3 of layers.*.up, 3 of layers.*.down" in told
     assert "emulated in fp32, as CPU devices have no float8" in told and "enter (its 16 x 6" in told
     again = compile_job(model, batch, "fp8", plan=job.plan, strategy="auto", micro_batches="auto")  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def test_what_reads_the_devices_does_not_warn(stale: tuple[Job, Any, Any], tmp_p
     with silence():
         job.step(batch)
         job.state_dict(), job.evaluate(batch), job.save(tmp_path / "saved"), job.save_pretrained(tmp_path / "model")
-        job.explain()
+        job.explain(full=True)
         again = job_of(model, batch)
         assert again.plan.hash == job.plan.hash and again.code() == job.code()
         again.close()

@@ -49,7 +49,7 @@ def main() -> None:
     with penstock.compile(model, "two-toys", strategy=PIPELINE, **options) as job:
         losses = [float(job.step(batch)) for _ in range(STEPS)]
         state = job.state_dict()
-        plan, text = job.plan, job.explain()
+        plan, text = job.plan, job.explain(full=True)
     optimizer, expected = SGD(eager.parameters()), list[float]()
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -165,7 +165,7 @@ def test_a_stage_without_graphs_is_named_and_runs_as_written() -> None:
         with pytest.warns(UserWarning, match="cuda_graphs: stage0 runs as written: it draws random numbers"):
             found, plan = train(job, data), job.plan
         assert job.last is not None and list(job.last.ungraphed) == ["stage0"]
-        text = job.explain()
+        text = job.explain(full=True)
     assert "stage1  graphed, 2 slots" in text and "stage0  as written: it draws random numbers" in text
     with compile_job(half_dropping(), data[0], stages=0, plan=plan) as job:
         assert_same(found, train(job, data))

@@ -25,11 +25,11 @@ class MadeInput:
         """Whether the tensor of a batch has the rows of its parts, of which a whole batch has `total`."""
         if self.dim is None:
             return all(torch.equal(part, whole) for part in parts)
-        of_part: Tensor | int = (self.places or 0) // total
-        if self.places is None and len(parts) > 1 and len(parts[1]) and len(whole) > len(parts[0]):
-            of_part = whole[len(parts[0])] - parts[1][0]
-        if self.places != 0:
-            parts = [part + i * of_part for i, part in enumerate(parts)]
+        if self.places is None and sum(map(len, parts)) == len(whole):
+            shown = zip(parts, whole.split([*map(len, parts)]))
+            parts = [part + (there[:1] - part[:1]) if len(part) else part for part, there in shown]
+        elif self.places:
+            parts = [part + i * (self.places // total) for i, part in enumerate(parts)]
         others = [_other_sizes(tensor, self.dim) for tensor in (whole, *parts)]
         return others.count(others[0]) == len(others) and torch.equal(torch.cat([*parts], self.dim), whole)
 

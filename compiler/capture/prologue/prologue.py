@@ -9,8 +9,8 @@ of each batch on the host. In: a model, an example batch with values, and the in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from .replay import PrologueReplay
 
 @dataclass(frozen=True, eq=False)
 class Prologue:
-    """The prologue of `model`. `reads`: the inputs whose values forward reads; `inputs`: what it makes of them."""
+    """The prologue of `model`. `reads`: the inputs whose values forward reads; `inputs`: what it makes of them.
+    `apart`: the user hands over micro-batches one by one, which no whole batch is compared with."""
 
     model: nn.Module
     example: Mapping[str, Any]
@@ -38,14 +39,17 @@ class Prologue:
     reads: frozenset[str]
     rows: int
     inputs: tuple[MadeInput, ...] = ()
+    apart: bool = False
+    _recordings: dict[int, Recording] = field(default_factory=dict)
 
     @staticmethod
     def find(
-        model: nn.Module, example: Any, rows: int, options: TraceOptions, error: NeedsValue, one: bool
+        model: nn.Module, example: Any, rows: int, options: TraceOptions, error: NeedsValue, one: bool, apart: bool
     ) -> Prologue:
         """The prologue of a model of which a trace ended in this error. `rows`: of the example; `one`: whether it is
-        one micro-batch. Raises the error where forward reads anything else than inputs of the example, which are a dict
-        of tensors with values, and `CaptureError` where it does not do the same with parts of the example."""
+        one micro-batch; `apart`: whether each row is a micro-batch of its own. Raises the error where forward reads
+        anything else than inputs of the example, which are a dict of tensors with values, and `CaptureError` where it
+        does not do the same with parts of the example."""
         reads = frozenset[str]()
         while True:
             more = error.inputs - reads
@@ -53,19 +57,17 @@ class Prologue:
             if not more or not all(type(named.get(name)) is Tensor and not named[name].is_meta for name in more):
                 raise error
             reads |= more
-            prologue = Prologue(model, example, options, reads, rows)
+            prologue = Prologue(model, example, options, reads, rows, apart=apart)
             try:
                 return replace(prologue, inputs=prologue.find_inputs(one))
             except NeedsValue as another:
                 error = another
 
-    @cached_property
-    def _recordings(self) -> dict[int, Recording]:
-        return {}
-
     def find_inputs(self, one: bool) -> tuple[MadeInput, ...]:
         """Find the inputs, in the order in which the program uses them. `one`: as in `find`."""
-        whole = self._values_of(self._recording(1))
+        whole = self._values_of(self._recording(self.rows if self.apart else 1))
+        if self.apart:
+            return _whole_inputs(whole)
         try:
             return self._find_rows(whole)
         except NeedsValue:
@@ -73,10 +75,54 @@ class Prologue:
         except (BatchError, CaptureError) as error:
             if not one:
                 raise CaptureError(f"{error}\n  micro_batches=1 takes the batch whole") from error
-        return tuple(
-            MadeInput(f"prologue_{i}") if value.dim() and len(value) else MadeInput(f"prologue_{i}", None, value)
-            for i, value in enumerate(whole)
-        )
+        return _whole_inputs(whole)
+
+    def form_prologue(self, batch: Mapping[str, Any], count: int) -> Prologue:
+        """The prologue of micro-batches of another form, of which this is one, and `count` make a batch. Raises
+        `CaptureError` where it makes other inputs than this one."""
+        found = replace(self, example=repeat(batch, count), rows=count, inputs=(), apart=True, _recordings={})
+        values = found._values_of(found._recording(count))
+        require_number(found._recording(count).prologue, len(self.inputs))
+        own = [
+            MadeInput(each.name, None, value) if each.dim is None or not value.dim() else MadeInput(each.name)
+            for each, value in zip(self.inputs, values)
+        ]
+        changed = next((a.name for a, b in zip(self.inputs, own) if (a.dim is None) != (b.dim is None)), None)
+        if changed is not None:
+            raise CaptureError(f"forward makes a tensor without dimensions in the place of {changed}")
+        return replace(found, inputs=tuple(own))
+
+    def whole_prologue(self, batch: Mapping[str, Any]) -> Prologue:
+        """The prologue of a whole batch that is never cut."""
+        return replace(self, example=batch, rows=1, inputs=(), apart=True, _recordings={})
+
+    def require_rows_apart(
+        self, batch: Mapping[str, Any], parts: Sequence[tuple[Prologue, Mapping[str, Any]]]
+    ) -> Prologue:
+        """Raise `CaptureError` where forward makes another thing of a whole batch, of which this may be the prologue,
+        than of its micro-batches, which are given with their prologues and what these make. Returns the prologue of the
+        batch."""
+        try:
+            values = self._make(self._recording(1), batch)
+        except BatchError:  # of other sizes than that for which this was made
+            self = self.whole_prologue(batch)
+            values = self._make(self._recording(1), batch)
+        whole, firsts = self._recording(1), [each._recording(len(parts)) for each, _ in parts]
+        rows = list(zip(*(each.values_in(made) for each, made in parts), strict=True))
+        require_number(whole.prologue, len(rows))
+        for i, (node, value, own) in enumerate(zip(whole.prologue, values, rows)):
+            places = [r.recorder.prologue.number_of_places(r.prologue[i]) for r in firsts]
+            starts = [0, *accumulate(places)]
+            if all(places) and starts[-1] == whole.recorder.prologue.number_of_places(node):
+                shifted = [part + start for part, start in zip(own, starts)]
+                if value.dim() and MadeInput("").is_made_of(value, shifted, len(own)):
+                    continue
+            find_rows(f"prologue_{i}", node, value, own, (0, 0))
+        return self
+
+    def values_in(self, made: Mapping[str, Any]) -> list[Tensor]:
+        """The values of a prologue in a micro-batch that `add` has returned."""
+        return [made[x.name].movedim(0, x.dim) if x.value is None else x.value for x in self.inputs]
 
     def _find_rows(self, whole: list[Tensor]) -> tuple[MadeInput, ...]:
         """The inputs with the dimensions of their rows: those in which the values of parts of the example come to these
@@ -101,7 +147,7 @@ class Prologue:
         """The batch, with what the prologue makes of each of its `count` micro-batches, of which a whole batch has
         `total`. Raises `BatchError` for a batch of which forward would make another program."""
         parts = [self._make(self._recording(total), _cut(batch, count, i)) for i in range(count)]
-        if count > 1 and total % count == 0:
+        if count > 1 and total % count == 0 and not self.apart:
             whole = self._make(self._recording(total // count), batch)
             for each, value, *own in zip(self.inputs, whole, *parts):
                 if not each.is_made_of(value, own, total):
@@ -160,6 +206,20 @@ class Prologue:
                     f"{made.value.tolist()} of the example, for which the program was made: give batches the sizes of "
                     "the example, or compile again"
                 )
+
+
+def _whole_inputs(values: Sequence[Tensor]) -> tuple[MadeInput, ...]:
+    """The inputs of a micro-batch that is looked at alone: all with elements."""
+    return tuple(
+        MadeInput(f"prologue_{i}") if value.dim() and len(value) else MadeInput(f"prologue_{i}", None, value)
+        for i, value in enumerate(values)
+    )
+
+
+def repeat(micro_batch: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """A batch of `count` micro-batches that are all this one."""
+    found: dict[str, Any] = tree_map_only(Tensor, lambda x: torch.cat([x] * count) if x.dim() else x, dict(micro_batch))
+    return found
 
 
 def _read(part: Mapping[str, Any], names: frozenset[str]) -> dict[str, Tensor]:

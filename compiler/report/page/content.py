@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....ir import ops
 from ....ir.machine.hardware import Hardware
 from ....ir.program import Program, place_of
 from ....runtime.simulate import Timeline
 from ...folder import Folder
-from ...plan import Plan
+from ...plan import Plan, Rival
 from ...search.what_helps import Help
 from ...steps import simulate_here
+from ..answer import many
 from ..explain import device_name
-from ..tiers import activations_tier, states_tier, weights_text
+from ..tiers import activations_tier, states_tier, weights_home, weights_text
 from ..wear import wear_of
 from .held import memories
 from .machine import machine_facts
@@ -23,6 +26,8 @@ from .spans import PRECISE, CodeLines, columns, measured_rows, predicted_rows, s
 from .spent import spent_seconds
 
 MOST_RIVALS = 40
+LITTLE = 0.5  # of a device's budget; less is commented
+PASS = re.compile(r"[a-z0-9-]+(?:\{[^}]*\})?")  # of a pipeline's text
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,13 @@ def _verdict(given: ReportInputs, timeline: Timeline, measured: Timeline | None)
         "busiest_link": link,
         "busiest_link_s": busy.get(link, 0.0),
         "peaks": [
-            {"name": name, "peak": peak, "budget": predicted.budget_bytes[name]}
+            {
+                "name": name,
+                "peak": peak,
+                "budget": predicted.budget_bytes[name],
+                "measured": (measured.peak_bytes if measured else {}).get(name),
+                "comment": room_comment(given, name, peak / max(1, predicted.budget_bytes[name])),
+            }
             for name, peak in predicted.peak_bytes.items()
         ]
         if predicted
@@ -116,6 +127,27 @@ def _verdict(given: ReportInputs, timeline: Timeline, measured: Timeline | None)
         else [],
         "price_per_hour": sum(known) if len(known) == len(prices) else given.price_per_hour,
     }
+
+
+def room_comment(given: ReportInputs, name: str, share: float) -> str:
+    """The reason why a device is not half full; empty for other memories, and for a device that is."""
+    plan, hardware = given.plan, given.hardware
+    if name not in hardware.device_by_name or share >= LITTLE:
+        return ""
+    if share == 0:
+        return "this plan leaves it alone: no plan that was tried and uses it is faster"
+    decisions, specs = plan.decisions, given.programs[0].interface.stages.values()
+    own = [
+        spec
+        for spec, device in zip(specs, decisions.devices)
+        if name in device_name(hardware, device, decisions.mesh).split()
+    ]
+    waits = decisions.sharding is not None or any(weights_home(decisions, spec.name) != ops.DEVICE for spec in own)
+    again = any(spec.name in decisions.rematerialise for spec in own)
+    if not waits and not again:
+        return "it holds everything that its stages need; more rows or tokens would use the rest"
+    bound = plan.predicted.bottleneck if plan.predicted else "another part"
+    return f"no plan that was tried and holds more here is faster, as the step is bound by {bound}"
 
 
 def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> list[dict[str, Any]]:
@@ -138,6 +170,23 @@ def _rivals(plan: Plan) -> list[dict[str, Any]]:
     known = sorted((rival for rival in rows if rival.step_s is not None), key=lambda rival: rival.step_s or 0.0)
     others = [rival for rival in rows if rival.step_s is None]
     shown = [*known, *others][:MOST_RIVALS]
-    found = [{"name": rival.name, "step_s": rival.step_s, "reason": rival.reason} for rival in shown]
+    found = [
+        {"name": rival.name, "step_s": rival.step_s, "reason": rival.reason, "differs": difference(plan, rival)}
+        for rival in shown
+    ]
     left = len(rows) - len(shown) + alike
-    return [*found, {"name": f"{left} more", "step_s": None, "reason": "as those here"}] if left else found
+    more = {"name": f"{left} more", "step_s": None, "reason": "for the same reasons", "differs": ""}
+    return [*found, more] if left else found
+
+
+def difference(plan: Plan, rival: Rival) -> str:
+    """The passes and micro-batches of a rival that the plan does not have, and the other way round."""
+    if not rival.passes:
+        return ""
+    own, other = (PASS.findall(text) for text in (plan.passes, rival.passes))
+    with_text = ", ".join(text for text in other if text not in own)
+    without = ", ".join(text for text in own if text not in other)
+    parts = [f"{word} {text}" for word, text in (("with", with_text), ("without", without)) if text]
+    if rival.micro_batches not in (None, plan.micro_batches):
+        parts.append(f"{many(rival.micro_batches or 0, 'micro-batch', 'es')} instead of {plan.micro_batches}")
+    return "; ".join(parts)

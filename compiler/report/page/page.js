@@ -79,7 +79,7 @@ function verdict() {
     const row = make("div", undefined, "peak"), bar = make("div", undefined, "bar"), inner = make("span");
     inner.style.width = Math.min(100, 100 * p.peak / p.budget) + "%";
     bar.append(inner);
-    row.append(make("span", p.name), bar, make("span", `peak ${bytes(p.peak)} of ${bytes(p.budget)} (${percent(p.peak / p.budget)})`, "faint"));
+    row.append(make("span", p.name), bar, make("span", `peak ${bytes(p.peak)} of ${bytes(p.budget)} (${percent(p.peak / p.budget)})` + (known(p.measured) ? `, measured ${bytes(p.measured)}` : "") + (p.comment ? `: ${p.comment}` : ""), "faint"));
     return row;
   }));
 }
@@ -394,6 +394,9 @@ function stepLine(step) {
 function memory() {
   const m = facts.memory[Number(at("which").value) || 0];
   if (!m) return;
+  const measured = facts.verdict.peaks.find(p => p.name === m.name)?.measured;
+  at("memory-note").textContent = "Predicted: bytes over the simulated step, from the op that makes a value to the last that reads it." +
+    (known(measured) ? ` The last step held at most ${bytes(measured)}, as measured.` : " Nothing was measured.");
   const points = m.points.map(([time, num]) => [time * facts.unit_s, num]);
   points.push([wholeEnd, points.length ? points.at(-1)[1] : 0]);
   const peak = points.reduce((most, point) => Math.max(most, point[1]), 0), step = bytesStep(1.05 * (m.budget && m.budget < 3 * peak ? Math.max(peak, m.budget) : peak));
@@ -425,6 +428,9 @@ const SPENT = {"computation": ["#0072b2", "none"], "optimizer": ["#009e73", "cir
 
 function spent() {
   const rows = facts.spent, v = facts.verdict;
+  at("spent-note").textContent = (facts.measured ? "Seconds of the predicted step. " : "") + (v.bound_s
+    ? `The dashed line is a lower bound (${v.bound_by}): no plan for this machine is faster with the kernels of PyTorch's calls. A step reaches it where nothing else is waited for; ${v.could_save}.`
+    : "No lower bound is known.");
   at("spent-chart").style.height = Math.max(180, 26 * rows.length + 110) + "px";
   const line = (value, text) => ({xAxis: value, label: {formatter: text, color: colour("--ink"), position: "start"}});
   chart("spent-chart", {
@@ -460,11 +466,11 @@ function bars(id, rows, best) {
 
 function rivals() {
   const own = {name: "this plan", step_s: facts.verdict.step_s, reason: ""};
-  const timed = facts.rivals.filter(row => known(row.step_s)).slice(0, 14);
+  const timed = facts.rivals.filter(row => known(row.step_s)).slice(0, 14).map(row => ({...row, reason: [row.reason, row.differs].filter(Boolean).join("; ")}));
   at("rivals-note").textContent = facts.rivals.length ? "Other plans that were simulated, the fastest first." : "Nothing else was simulated: the strategy or the plan was given.";
   at("rivals-why").hidden = !facts.rivals.length;
   bars("rivals-chart", [own, ...timed], own.name);
-  table("rivals-table", ["plan", "step", "why it lost"], facts.rivals.map(row => [row.name, seconds(row.step_s), row.reason]));
+  table("rivals-table", ["plan", "step", "what differs", "why it lost"], facts.rivals.map(row => [row.name, seconds(row.step_s), row.differs || "", row.reason]));
 }
 
 function whatIf() {

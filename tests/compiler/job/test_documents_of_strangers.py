@@ -124,7 +124,7 @@ def read_weights(place: Place, target: Path) -> None:
 
 def load(place: Place, target: Path) -> None:
     with penstock.load(target / "f", place.model) as job:
-        job.explain()
+        job.explain(full=True)
         job.simulate()
         job.step(BATCH)
         job.save(target / "c2")
@@ -133,7 +133,7 @@ def load(place: Place, target: Path) -> None:
 def load_for_another_machine(place: Place, target: Path) -> None:
     """An altered machine need not be this one, so that nothing runs."""
     job: Job = penstock.load(target / "f", place.model)
-    job.explain()
+    job.explain(full=True)
     job.simulate()
 
 

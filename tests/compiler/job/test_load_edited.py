@@ -153,7 +153,7 @@ def test_unedited_files_are_the_job_again(written: Path, tmp_path: Path) -> None
     again = job.write(tmp_path / "again")
     for path in written.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
-    assert job.explain() and job.simulate().step_s == pytest.approx(job.plan.predicted.step_s)  # type: ignore[union-attr]
+    assert job.explain(full=True) and job.simulate().step_s == pytest.approx(job.plan.predicted.step_s)  # type: ignore[union-attr]
 
 
 def test_an_edited_computation_is_what_runs(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_plan_keeps_within_the_pool_and_trains_like_eager(memory: str, strateg
         assert_same_states(job, eager, 5e-6)
     assert 0 < peaks["cpu0"] <= budgets[0] and peaks.get("dram0", 0) <= budgets[1]
     assert (peaks.get("dram0", 0) > 0) == moves
-    assert "cpu0 and dram0 are one memory of 3.81 MiB, of which plans may use 3.81 MiB in all" in job.explain()
+    assert "cpu0 and dram0 are one memory of 3.81 MiB, of which plans may use 3.81 MiB in all" in job.explain(full=True)
 
 
 @pytest.mark.slow

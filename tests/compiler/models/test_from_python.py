@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.compiler.models.named import cached_directory, find_model
-from penstock.compiler.models.table import alias_of, known_models
+from penstock.compiler.models.hub import cached_directory
+from penstock.compiler.models.named import find_model
 from penstock.ir.errors import PlanError
 
 CODE = """
@@ -177,31 +177,6 @@ def test_what_the_code_decides_is_not_dropped_in_silence(file: Path) -> None:
         find_model(f"{file}:small", dropout=False)
 
 
-@pytest.mark.parametrize(
-    ("typed", "known"),
-    [
-        ("llama-3-8b", "llama-8b"),
-        ("Llama-3.1-8B-Instruct", "llama-8b"),
-        ("meta-llama/Meta-Llama-3-8B", "llama-8b"),
-        ("meta-llama/Llama-3.1-405B", "llama-405b"),
-        ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
-        ("Qwen/Qwen3-8B", "qwen3-8b"),
-        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
-        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
-        ("google-bert/bert-base-uncased", "bert-base"),
-        ("facebook/opt-1.3b", "opt-1.3b"),
-    ],
-)
-def test_names_of_the_hub(typed: str, known: str) -> None:
-    assert alias_of(typed) == known
-    assert known in known_models()
-
-
-def test_another_version_of_other_dimensions_is_not_taken_for_one_that_is_known() -> None:
-    with pytest.raises(PlanError, match=r"no model 'mistralai/Mistral-7B-v0\.3'; did you mean mistral-7b"):
-        find_model("mistralai/Mistral-7B-v0.3")  # its vocabulary has 32768 tokens
-
-
 def test_what_the_hubs_cache_has_is_taken_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -218,8 +193,3 @@ def test_what_the_hubs_cache_has_is_taken_with_its_weights(tmp_path: Path, monke
     named = find_model("me/tiny")
     assert named.directory == snapshot and named.weights
     assert json.loads((snapshot / "config.json").read_text())["n_embd"] == named.config.n_embd
-
-
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(PlanError, match=r"no model 'qwen3-9b'; did you mean .*qwen3-8b.*file\.py:function"):
-        find_model("qwen3-9b")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.compiler.models.named import find_model, parse_changes
-from penstock.compiler.models.table import known_models
 from penstock.ir.errors import PlanError
 
 TINY = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=96,n_positions=64"
@@ -49,16 +50,6 @@ def test_short_names_have_the_published_sizes(name: str, head: str, billions: fl
     assert num_params(name) / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
-def test_every_short_name_is_a_configuration() -> None:
-    for name in known_models():
-        assert find_model(name).config.hidden_size > 0, name
-
-
-@pytest.mark.parametrize("name", ["facebook/opt-1.3b", "OPT-1.3B", "opt-1.3b"])
-def test_hub_names_mean_the_short_name(name: str) -> None:
-    assert find_model(name).config.hidden_size == 2048
-
-
 def test_dimensions_change_and_what_follows_from_them_follows() -> None:
     config = find_model("opt-125m:hidden_size=64,num_attention_heads=4").config
     assert (config.hidden_size, config.word_embed_proj_dim) == (64, 64)
@@ -81,7 +72,7 @@ def test_new_weights_depend_on_the_seed_alone() -> None:
     ("name", "said"),
     [
         ("gtp2", "did you mean gpt2"),
-        ("nothing-like-it", "there are gpt2"),
+        ("nothing-like-it", "such as gpt2"),
         ("gpt2:n_layers=3", "did you mean n_layer"),
         ("gpt2:n_layer=many", "allowed is int, such as 12"),
         ("gpt2:n_layer=0", "1 or more"),
@@ -146,6 +137,59 @@ def test_nothing_is_downloaded_unless_asked(tmp_path: Path, monkeypatch: pytest.
     assert not asked
     found = find_model("someone/some-model", download=True)
     assert (asked, found.config.n_embd, found.directory) == (["someone/some-model"], 32, tmp_path)
+    assert find_model("meta-llama/Llama-3.1-8B").directory is None  # its dimensions are known
+    assert find_model("meta-llama/Llama-3.1-8B", download=True).directory == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("GatedRepoError", "gated on the Hugging Face hub: accept its terms on https://huggingface.co/someone/some-model"),
+        ("RepositoryNotFoundError", "the Hugging Face hub has no 'someone/some-model', or shows it to logged-in"),
+        ("LocalEntryNotFoundError", "the Hugging Face hub cannot be reached from here"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give(kind: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.errors
+
+    cls = getattr(huggingface_hub.errors, kind)
+    error = cls.__new__(cls)
+
+    def download(name: str, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(PlanError, match=r"^--download: .* A directory with the model's files works$") as raised:
+        find_model("someone/some-model", download=True)
+    assert said in str(raised.value)
+
+
+def test_a_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(PlanError, match=r"cannot be reached from here\. A directory with the model's files works"):
+        find_model("someone/some-model", download=True)
+
+
+def test_an_architecture_that_transformers_does_not_have(tmp_path: Path) -> None:
+    for kind, near in (("lama", "; did you mean llama"), ("nobodys_own", "")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 3}))
+        said = rf"model_type '{kind}' is no architecture of transformers \d.*here{re.escape(near)}.*A later"
+        with pytest.raises(PlanError, match=said):
+            find_model(str(tmp_path))
+
+
+def test_an_import_error_of_transformers_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(PlanError, match=r"transformers, which is not installed here: pip install 'penstock\[hf\]'"):
+        find_model(TINY)
+    monkeypatch.delitem(sys.modules, "transformers")
+
+    (tmp_path / "transformers").mkdir()
+    reason = "tokenizers>=0.22 is required,\\nand found is 0.13"
+    (tmp_path / "transformers" / "__init__.py").write_text(f'raise ImportError("{reason}")')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PlanError, match=r"installed and cannot be imported: tokenizers>=0\.22 is required, and"):
+        find_model(TINY)
 
 
 def test_dropout_can_be_turned_off() -> None:

@@ -79,7 +79,7 @@ def test_the_whole_page(golden: Any, tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_bounds_are_bounds_and_what_if_questions_are_simulated() -> None:
     job = job_on(penstock.Hardware.cpu(num_devices=2, memory="250kB"), strategy="balanced")
-    text = job.explain()
+    text = job.explain(full=True)
     timeline = job.simulate()
     found = re.search(r"this one takes ([\d.]+)x the larger", text)
     assert found and float(found[1]) >= 1.0
@@ -111,9 +111,9 @@ def test_what_would_help_is_planned_anew_once() -> None:
 
     job = plan_for(penstock.Hardware.cpu(num_devices=2), "balanced")
     assert job._pages.helps is None
-    text = job.explain()
+    text = job.explain(full=True)
     found = job._pages.helps
-    assert found and job.explain() == text and job._pages.helps is found
+    assert found and job.explain(full=True) == text and job._pages.helps is found
     for help in found:
         machine = machines_of(job.hardware)[help.change]
         assert machine is not None and help.step_s is not None
@@ -126,7 +126,7 @@ def test_what_cannot_be_planned_says_why() -> None:
     lonely = penstock.Hardware.cpu(num_devices=1)
     assert machines_of(lonely)["one more root complex"] is None
     job = job_on(lonely, strategy="balanced")
-    row = next(line for line in job.explain().splitlines() if "one more root complex" in line)
+    row = next(line for line in job.explain(full=True).splitlines() if "one more root complex" in line)
     assert "no such change" in row
 
 
@@ -167,7 +167,7 @@ def test_lines_are_short_and_reasons_whole() -> None:
 @pytest.mark.slow
 def test_an_auto_plan_lists_its_rivals_fastest_first() -> None:
     job = job_on(penstock.Hardware.cpu(num_devices=2), micro_batches="auto")
-    rows = job.explain().partition("rivals\n")[2].partition("\n\n")[0].splitlines()
+    rows = job.explain(full=True).partition("rivals\n")[2].partition("\n\n")[0].splitlines()
     shown, alike = job.plan.distinct_rivals()
     assert len(shown) + alike == len(job.plan.rivals) and len([r for r in rows if not r.startswith("   ")]) == (
         len(shown) + bool(alike)
@@ -180,9 +180,9 @@ def test_an_auto_plan_lists_its_rivals_fastest_first() -> None:
 def test_a_loaded_job_explains_itself_without_its_passes(tmp_path: Any) -> None:
     job = job_on(penstock.Hardware.cpu(num_devices=1), strategy="balanced")
     model, _ = zoo_case("gpt2")
-    again = penstock.load(job.write(tmp_path), model).explain()
+    again = penstock.load(job.write(tmp_path), model).explain(full=True)
     assert "with these programs as they are" in again and "computation 2x as fast" in again and "passes" not in again
-    own = job.explain().split("\n\n")
+    own = job.explain(full=True).split("\n\n")
     assert [part for part in again.split("\n\n") if not part.startswith("what would help")] == [
         part for part in own if not part.startswith(("what would help", "passes"))
     ]

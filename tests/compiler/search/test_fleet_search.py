@@ -95,7 +95,7 @@ def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> No
     assert mesh is not None and job.plan.micro_batches % len(mesh.lanes) == 0
     assert len(job.folder.files) == len(mesh.lanes[0]) <= 8
     job._pages.replanner = None
-    text = job.explain()
+    text = job.explain(full=True)
     assert mesh.describe() in text and len(text.partition("\nrivals\n")[0].splitlines()) < 100
     assert any(rival.step_s and "mesh" in rival.name for rival in job.plan.rivals)
     job.plan.save(tmp_path / "plan.json")

@@ -32,4 +32,4 @@ def test_other_plans_for_the_machine_at_hand_come_first_where_they_gain(swap: bo
     assert (helps[0].change == SAME) == swap
     if swap:
         assert helps[0].step_s is not None and helps[0].step_s < 0.99 * job.plan.predicted.step_s
-        assert SAME in job.explain()
+        assert SAME in job.explain(full=True)

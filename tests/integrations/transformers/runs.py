@@ -103,6 +103,19 @@ def vision():
     return Eyes(), rows
 
 
+def many_sizes():
+    """The same with two images in some rows, none in one, and images of two to six patches."""
+    model, rows = vision()
+    for i, each in enumerate(rows):
+        sizes = [[(1, 2, 2)], [(1, 1, 2), (1, 2, 1)], [(1, 2, 3)], [(1, 1, 3)]][i % 4] if i != 3 else []
+        count = sum(height * width for _, height, width in sizes)
+        each["input_ids"][:4], each["labels"][:-2] = 5, -100  # a Trainer's mean is that of batches, which count alike
+        each["input_ids"][:count] = IMAGE
+        grid = torch.tensor(sizes, dtype=torch.long).reshape(-1, 3)
+        each |= {"pixel_values": torch.randn(count, 6), "image_grid_thw": grid}
+    return model, rows
+
+
 def joining(rows):
     """A collator that pads tokens and joins images."""
     images = {name: torch.cat([each[name] for each in rows]) for name in ("pixel_values", "image_grid_thw")}

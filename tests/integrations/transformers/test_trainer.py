@@ -24,6 +24,7 @@ from penstock.tests.integrations.transformers.runs import (
     joining,
     llama,
     make_case,
+    many_sizes,
     padding,
     require_equal,
     seq2seq,
@@ -48,6 +49,15 @@ def test_same_run_of_a_model_that_sees(tmp_path):
     """Inputs have several entries a row; a last batch is short, and an evaluation has 7 rows."""
     changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "eval_strategy": "epoch"}
     ours, plain = both(vision, tmp_path, {"data_collator": joining}, max_steps=-1, num_train_epochs=1, **changes)
+    require_equal(ours, plain)
+    torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_same_run_of_images_of_several_sizes_and_numbers(tmp_path):
+    """28 rows are 7 steps of 2 batches of 2; every evaluation is by the model itself."""
+    changes = {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
+    ours, plain = both(many_sizes, tmp_path, {"data_collator": joining}, max_steps=-1, num_train_epochs=1, **changes)
     require_equal(ours, plain)
     torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
 

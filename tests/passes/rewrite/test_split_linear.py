@@ -161,7 +161,7 @@ def test_a_layer_that_no_device_holds_is_trained(strategy: str) -> None:
     job = job_of(model, batch, "300kB", strategy=strategy, search_s=1.0)
     assert {len(rows) - 1 for rows in job.plan.decisions.linear.values()} == {2}
     assert job.plan.predicted is not None and job.plan.predicted.peak_bytes["cpu0"] <= 300_000
-    assert "layers.0.0.weight and 3 more are in 2 parts" in job.explain()
+    assert "layers.0.0.weight and 3 more are in 2 parts" in job.explain(full=True)
     assert_trains_like_eager(job, batch, REORDERED)
 
 
@@ -315,7 +315,7 @@ def test_a_weight_that_something_else_reads_stays_whole() -> None:
     _, batch = wide_case()
     job = job_of(Regularised(), batch, strategy=split(2))
     assert list(job.plan.decisions.linear) == ["layers.0.2.weight", "layers.1.0.weight", "layers.1.2.weight"]
-    assert "layers.0.0.weight stays whole: test_split_linear.py" in job.explain()
+    assert "layers.0.0.weight stays whole: test_split_linear.py" in job.explain(full=True)
     assert_trains_like_eager(job, batch, REORDERED)
 
 

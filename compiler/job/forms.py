@@ -1,0 +1,268 @@
+"""Micro-batches of several forms in one job: images of other sizes and numbers, longer or shorter rows.
+
+What a model does may follow from numbers that it reads from a batch (`capture/prologue/`). The form of a micro-batch is
+its shapes and these numbers. A form that has not come before is captured, and printed by the job's own plan: its stages
+get code of their own, and programs, devices and places stay (`ir/stages/forms.py`). In: batches. Out: micro-batches
+with the numbers of their forms, which the devices have.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir.errors import BatchError, CaptureError, DoesNotFit, PassError, PlanError, VerifyError
+from ...ir.ops import SSD
+from ...ir.program import FIRST_FORM, FORM, MOST_FORMS, Interface, larger_interface, profile_memory
+from ...ir.units import format_seconds
+from ...ir.verify import verify
+from ...runtime import scratch
+from ...runtime.processes.driver import Driver
+from ...runtime.processes.setup import RunSetup
+from ..batches.shape import BatchShape, flatten, program_inputs
+from ..capture.prologue.prologue import Prologue
+from ..replanner import Replanner
+from .any_size import MicroBatch, is_listed
+from .counts import part_of
+from .run import JobRun
+
+FEW = 24  # numbers that a message shows
+
+
+@dataclass
+class KnownForm:
+    """A form that has come. `files`: of its stages; None for the example's, which the job's own files have."""
+
+    number: int
+    prologue: Prologue
+    interface: Interface
+    files: RunSetup | None = None
+    directory: Path | None = None
+    used: int = 0  # when it came last
+
+    @property
+    def outputs(self) -> set[str]:
+        """The tensors that forward returns, beside the loss."""
+        return {output.name for spec in self.interface.stages.values() for output in spec.extra_outputs}
+
+    def num_same(self, micro_batch: Mapping[str, Any]) -> int:
+        """The number of inputs that forward reads and that are those of the form's first micro-batch."""
+        example = self.prologue.example
+        reads = {name: value for name, value in micro_batch.items() if name in self.prologue.reads and value.dim()}
+        return sum(torch.equal(example[name][: len(value)], value) for name, value in reads.items())
+
+    def read(self, shape: BatchShape, micro_batch: Mapping[str, Any], total: int) -> dict[str, Tensor]:
+        """The inputs of a micro-batch, with those that its prologue makes. Raises `BatchError` for another form."""
+        found = self.prologue.add(micro_batch, 1, total)
+        leaves = program_inputs({**flatten(self.prologue.model, found)[0]})
+        for name in shape.leaves.keys() & self.interface.batch.keys():
+            if tuple(leaves[name].shape) != self.interface.batch[name].shape:
+                raise BatchError(f"{name} is {list(leaves[name].shape)}")
+        return leaves
+
+
+class Forms:
+    """The forms of a job. `shape`: of its example, with what its prologue makes."""
+
+    def __init__(self, run: JobRun, replanner: Replanner, prologue: Prologue, shape: BatchShape):
+        self.run, self.replanner, self.prologue = run, replanner, prologue
+        self.model, self.shape = run.model, shape
+        interface = run.folder.interface
+        self.count, self.room = interface.total_micro_batches, interface
+        self.forms = [KnownForm(FIRST_FORM, prologue, interface)]
+        self._user_names = [name for name in shape.leaves if name not in prologue.names]
+        self._scratch: scratch.Scratch | None = None
+        self._driver: Driver | None = None  # that has forms
+        self._there: set[int] = set()
+        self._wholes: dict[tuple[Prologue, ...], Prologue] = {}  # of the last whole batch, by those of its parts
+        self._time = 0
+
+    @staticmethod
+    def find(run: JobRun, replanner: Replanner | None) -> Forms | None:
+        """The forms of a job whose devices can run several; None for any other job."""
+        settings, interface = run.folder.settings, run.folder.interface
+        if replanner is None or replanner.prologue is None or run.feed.device is not None:
+            return None
+        changing = any(spec.changing_buffers or spec.exchanges for spec in interface.stages.values())
+        fixed = interface.asynchronous or interface.cuda_graphs or interface.team > 1 or interface.smaller_shares
+        if changing or fixed or settings.compile_stages:
+            return None
+        return Forms(run, replanner, replanner.prologue, run.feed.shape)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the devices have several forms, and are told that of each micro-batch."""
+        return bool(self._there) and self.run.live_driver is self._driver
+
+    def is_uneven(self, batch: Any) -> bool:
+        """Whether a batch is a list of micro-batches of different shapes, which no cut of the whole would give back."""
+        if not is_listed(batch, self.shape):
+            return False
+        shapes = [{name: value.shape for name, value in flatten(self.model, part)[0].items()} for part in batch]
+        return shapes.count(shapes[0]) < len(shapes)
+
+    def is_other(self, batch: Any) -> bool:
+        """Whether a micro-batch of a batch is of another form than the example. Raises `BatchError` for a batch that no
+        program of the plan takes."""
+        return any(form.number != FIRST_FORM for form, _ in map(self._find, self._cut(batch)))
+
+    def read(self, batch: Any, with_outputs: bool) -> list[MicroBatch]:
+        """The micro-batches of a batch, with their forms, which the devices have. Raises `BatchError` for a batch that
+        no program of the plan takes; `with_outputs`: also for one of which forward returns other tensors than of the
+        example."""
+        parts = self._cut(batch)
+        found = [self._find(part) for part in parts]
+        forms = [form for form, _ in found]
+        if isinstance(batch, Mapping) and len(parts) > 1:
+            self._require_rows_apart(batch, forms, parts)
+        others = set[str]().union(*(form.outputs ^ self.forms[0].outputs for form in forms))
+        if with_outputs and others:
+            raise BatchError(
+                f"forward returns {', '.join(sorted(others))} for this batch or for the example, not for both: "
+                "evaluate(batch, outputs=False) gives the loss"
+            )
+        self._load(forms)
+        return [
+            MicroBatch(part, leaves, {FORM: form.number}, form.directory) for part, (form, leaves) in zip(parts, found)
+        ]
+
+    def pack(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """Each input of these micro-batches, at its place in one tensor with room for the largest of each."""
+        found: dict[str, Tensor] = {}
+        for name in self.shape.leaves:
+            if name not in self.room.batch:
+                continue
+            first, *rest = self.room.batch[name].shape
+            whole = found[name] = torch.zeros(first * self.count, *rest, dtype=self.shape.leaves[name][1])
+            for place, each in zip(whole.chunk(self.count), micro_batches):
+                value = each.leaves[name].reshape(-1)
+                place.view(-1)[: len(value)] = value
+        return found
+
+    def _cut(self, batch: Any) -> list[Any]:
+        """The micro-batches of a batch, or of a list of them."""
+        shape = replace(self.shape, leaves={name: self.shape.leaves[name] for name in self._user_names})
+        listed = is_listed(batch, shape)
+        parts: list[Any] = batch if listed else [batch]
+        tensors = [shape.tensors(self.model, part, shape.leaves) for part in parts]
+        if listed:
+            if len(parts) != self.count:
+                raise BatchError(f"the batch is a list of {len(parts)} micro-batches, and {self.count} make a step")
+            return parts
+        for name, value in tensors[0].items():
+            if self.count > 1 and (not value.dim() or len(value) % self.count):
+                raise BatchError(
+                    f"batch[{name!r}] has {len(value) if value.dim() else 'no'} entries, so that nothing says which "
+                    f"belong to which of {self.count} micro-batches: hand over a list of {self.count} micro-batches, "
+                    "as gradient accumulation has them"
+                )
+        return [part_of(batch, i, self.count) for i in range(self.count)]
+
+    def _find(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]]:
+        """The form of a micro-batch, which is captured where it has not come before, and its inputs."""
+        self._time += 1
+        given = {name: tuple(t.shape) or (1,) for name, t in flatten(self.model, micro_batch)[0].items()}
+        for form in sorted(self.forms, key=lambda form: (-form.num_same(micro_batch), -form.used)):
+            own = form.interface.batch
+            if all(own[name].shape == found for name, found in given.items() if name in own):
+                try:
+                    leaves = form.read(self.shape, micro_batch, self.count)
+                except BatchError:
+                    continue
+                form.used = self._time
+                return form, leaves
+        form = self._capture(micro_batch)
+        leaves = form.read(self.shape, micro_batch, self.count)
+        self.forms = [*(each for each in self.forms if each.number != form.number), form]
+        return form, leaves
+
+    def _capture(self, micro_batch: Mapping[str, Any]) -> KnownForm:
+        """Raises `BatchError` where the plan's programs cannot run it."""
+        begun_s, what = time.perf_counter(), self._text(micro_batch)
+        try:
+            settings = self.run.folder.settings
+            found = self.replanner.print_form(micro_batch, (settings.counts, settings.picks))
+            printed = found.printed
+            room = larger_interface(self.room, printed.interface)
+            self._require_memory(room)
+        except (DoesNotFit, VerifyError) as error:
+            raise BatchError(
+                f"a micro-batch with {what} takes more memory than the plan's devices have: {error}\n  Hand over fewer "
+                "or smaller images, or compile with such a micro-batch in example_inputs"
+            ) from error
+        except (CaptureError, PassError, PlanError, BatchError) as error:
+            raise BatchError(
+                f"a micro-batch with {what}: the plan that was made for {self._text()} cannot run it: {error}"
+            ) from error
+        number = len(self.forms) + FIRST_FORM
+        if number > MOST_FORMS:
+            number = min(self.forms[1:], key=lambda form: form.used).number
+            self._there.discard(number)
+        if self._scratch is None:
+            self._scratch = scratch.temporary("forms")
+        folder = replace(
+            self.run.folder, interface=printed.interface, files=printed.files, smaller=printed.smaller,
+            counts=found.counts, constants=printed.constants,
+        )  # fmt: skip
+        directory = folder.write(self._scratch.path / f"form{self._time}")
+        self.room = room
+        warnings.warn(
+            f"a micro-batch with {what}: its stages were captured in {format_seconds(time.perf_counter() - begun_s)}; "
+            f"of the {number} forms so far, each is captured once",
+            stacklevel=7,
+        )
+        setup = replace(self.run.setup(directory), interface=printed.interface)
+        return KnownForm(number, found.prologue, printed.interface, setup, directory, self._time)
+
+    def _require_memory(self, room: Interface) -> None:
+        """Raise `VerifyError` where programs with this room take more than a memory has."""
+        if self.run.driver and self.run.directory is not None:
+            files = replace(self.run.setup(self.run.directory), interface=room)
+            for name in files.roles[0]:
+                verify([programs[name] for programs in files.roles], self.run.folder.hardware)
+            for first, own in zip(self.run.programs, files.roles):
+                if profile_memory(own["step"]).arenas[SSD] > profile_memory(first).arenas[SSD]:
+                    raise VerifyError("activations would take more of the SSD than the run has reserved there")
+
+    def _text(self, micro_batch: Mapping[str, Any] | None = None) -> str:
+        """The shapes of a micro-batch that are others than the example's, and the numbers that forward reads; or those
+        of the example."""
+        own = {name: [*spec.shape] for name, spec in self.forms[0].interface.batch.items() if name in self._user_names}
+        if micro_batch is None:
+            return ", ".join(f"{name} {shape}" for name, shape in own.items())
+        given = flatten(self.model, micro_batch)[0]
+        texts = [f"{name} {[*given[name].shape]}" for name, shape in own.items() if [*given[name].shape] != shape]
+        few = [name for name in sorted(self.prologue.reads - own.keys()) if given[name].numel() <= FEW]
+        texts += [f"{name} {given[name].tolist()}" for name in few]
+        return ", ".join(texts) or "the example's shapes, and other numbers in what forward reads"
+
+    def _require_rows_apart(self, batch: Mapping[str, Any], forms: Sequence[KnownForm], parts: Sequence[Any]) -> None:
+        made = [(form.prologue, form.prologue.add(part, 1, self.count)) for form, part in zip(forms, parts)]
+        key = tuple(form.prologue for form in forms)
+        try:
+            whole = self._wholes.get(key) or self.prologue.whole_prologue(batch)
+            self._wholes = {key: whole.require_rows_apart(batch, made)}
+        except CaptureError as error:
+            raise BatchError(
+                f"{error}\n  Hand over a list of the {self.count} micro-batches, as gradient accumulation has them, "
+                "which are taken by themselves; or compile with micro_batches=1"
+            ) from error
+
+    def _load(self, forms: Sequence[KnownForm]) -> None:
+        """Give the devices the forms that they do not have."""
+        if self.is_begun and all(form.files is None or form.number in self._there for form in forms):
+            return
+        driver = self.run.driver
+        if driver is not self._driver:
+            self._driver, self._there = driver, set()
+        for form in forms:
+            if form.files is not None and form.number not in self._there:
+                driver.take_form(form.number, form.files, self.room)
+                self._there.add(form.number)

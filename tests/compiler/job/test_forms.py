@@ -1,0 +1,216 @@
+"""Batches with images of other sizes and numbers than the example's: one plan, and code of its own for each form."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import BatchError, PlanError
+
+IMAGE, TOKENS = 3, 12
+Batch = dict[str, Tensor]
+OPTIONS: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.5, momentum=0.9)}
+
+
+class Seeing(nn.Module):
+    """Patches of one image see each other, in a loop over the images; tokens have places that Python counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places, self.head = nn.Embedding(20, 8), nn.Embedding(16, 8), nn.Linear(8, 20)
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def see(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        images = torch.split(self.inner(pixels), grid.prod(-1).tolist())
+        return self.outer(torch.cat([image + image.mean(0, keepdim=True) for image in images]))
+
+    def count(self, ids: Tensor) -> Tensor:
+        counts = [[0, *accumulate(int(token != IMAGE) for token in row[:-1])] for row in ids.tolist()]
+        return torch.tensor(counts).clamp(max=15)
+
+    def forward(self, ids: Tensor, grid: Tensor, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        is_image = ids == IMAGE
+        torch._check_tensor_all_with(ValueError, is_image.sum() == len(pixels), lambda: "images and tokens differ")
+        h = self.embed(ids).masked_scatter(is_image[..., None], self.see(pixels, grid))
+        logits = self.head((h + self.places(self.count(ids))).tanh())
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def batch_of(*rows: tuple[tuple[int, int], ...], seed: int = 0, tokens: int = TOKENS) -> Batch:
+    """A batch with these images in each row, by height and width."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 20, (len(rows), tokens), generator=generator)
+    for row, images in zip(ids, rows):
+        row[1 : 1 + sum(height * width for height, width in images)] = IMAGE
+    grid = torch.tensor([image for images in rows for image in images])
+    pixels = torch.randn(int(grid.prod(-1).sum()), 6, generator=generator)
+    labels = torch.randint(0, 20, ids.shape, generator=generator)
+    labels[0, :5] = -100
+    return {"ids": ids, "grid": grid, "pixels": pixels, "labels": labels}
+
+
+def eager_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a batch, or the mean over all targets of a list of micro-batches."""
+    if not isinstance(batch, list):
+        return model(**batch)["loss"]
+    counts = [(each["labels"] != -100).sum() for each in batch]
+    return sum(model(**each)["loss"] * n for each, n in zip(batch, counts)) / sum(counts)
+
+
+def job_of(
+    example: Any, num_devices: int = 1, memory: str = "256MB", model: nn.Module | None = None, **options: Any
+) -> penstock.Job:
+    torch.manual_seed(0)
+    hardware = penstock.Hardware.cpu(num_devices=num_devices, memory=memory, dram="1GB")
+    given = {"strategy": "balanced" if num_devices == 1 else "gpipe", **OPTIONS, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return penstock.compile(model or Seeing(), hardware, example_inputs=example, **given)
+
+
+def assert_trains_like_eager(job: penstock.Job, batches: list[Any]) -> None:
+    """Each batch a dict, or a list of micro-batches."""
+    twin = copy.deepcopy(job.model)
+    optimizer = OPTIONS["optimizer"](twin.parameters())
+    for batch in batches:
+        loss = eager_loss(twin, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(job.step(batch), loss.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+SMALL, WIDE, HIGH = ((2, 2),), ((1, 6),), ((3, 2),)
+LISTED = [
+    [batch_of(WIDE, SMALL), batch_of(SMALL, (), seed=1)],
+    [batch_of(((1, 2), (2, 2)), HIGH, seed=2), batch_of((), WIDE, seed=3)],
+    [batch_of(SMALL, (), seed=4), batch_of(WIDE, SMALL, seed=5)],
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_batches_of_other_grids_one_after_another(num_devices: int) -> None:
+    batches = [batch_of(*[images] * 4, seed=i) for i, images in enumerate((SMALL, WIDE, HIGH, WIDE, SMALL))]
+    with job_of(batches[0], num_devices=num_devices, micro_batches=2) as job:
+        assert_trains_like_eager(job, batches[: 3 if num_devices == 1 else None])
+
+
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_micro_batches_of_other_images_in_one_step(num_devices: int) -> None:
+    """Several images a row and rows without one; a later micro-batch has more patches than the example's largest."""
+    with job_of(LISTED[0], num_devices=num_devices) as job:
+        assert job.plan.micro_batches == 2
+        assert_trains_like_eager(job, LISTED)
+        job.sync()
+        found = job.evaluate(LISTED[1], outputs=False).loss
+        torch.testing.assert_close(found, eager_loss(job.model, LISTED[1]).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload", "zero-bubble", "mobius"])
+def test_lanes_shards_halves_of_backward_and_fetched_stages(strategy: str) -> None:
+    with job_of(LISTED[0], num_devices=1 if strategy == "mobius" else 2, strategy=strategy) as job:
+        assert_trains_like_eager(job, LISTED)
+
+
+def test_rows_of_other_lengths() -> None:
+    longer = [batch_of(SMALL, SMALL, seed=1, tokens=15), batch_of(WIDE, HIGH, seed=2, tokens=9)]
+    with job_of([batch_of(SMALL, SMALL)] * 2) as job:
+        assert_trains_like_eager(job, [longer, [batch_of(SMALL, SMALL, seed=3)] * 2])
+
+
+def test_a_list_is_not_cut_anew() -> None:
+    """Its micro-batches together have the shapes of the example's, and each has other ones."""
+    uneven = [batch_of(HIGH, HIGH, seed=1), batch_of(((1, 2),), ((1, 2),), seed=2)]
+    with job_of([batch_of(SMALL, SMALL)] * 2) as job:
+        assert_trains_like_eager(job, [uneven, [batch_of(SMALL, SMALL, seed=3)] * 2])
+
+
+def test_a_form_is_captured_once_and_told() -> None:
+    with job_of([batch_of(SMALL, SMALL)] * 2) as job, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for seed in (1, 2):
+            job.step([batch_of(SMALL, SMALL, seed=seed), batch_of(HIGH, SMALL, seed=seed)])
+    (found,) = [str(each.message) for each in told]
+    assert "pixels [10, 6], grid [[3, 2], [2, 2]]" in found and "of the 2 forms" in found
+
+
+def test_devices_that_start_again_get_the_forms(tmp_path: Any) -> None:
+    job = job_of(LISTED[0])
+    twin = job_of(LISTED[0])
+    with twin:
+        losses = [twin.step(batch) for batch in LISTED]
+    job.step(LISTED[0])
+    job.save(tmp_path / "checkpoint")
+    job.step(LISTED[1])
+    job.close()
+    job.resume(tmp_path / "checkpoint")
+    torch.testing.assert_close([job.step(batch) for batch in LISTED[1:]], losses[1:], rtol=1e-6, atol=1e-6)
+    job.close()
+
+
+def test_images_that_do_not_match_their_tokens_are_refused_before_the_step() -> None:
+    wrong = batch_of(HIGH, SMALL)
+    wrong["ids"][0, 1] = 5
+    with job_of([batch_of(SMALL, SMALL)] * 2) as job:
+        before = job.state_dict()
+        with pytest.raises(BatchError, match=r"grid \[\[3, 2\], \[2, 2\]\](.|\n)*images and tokens differ"):
+            job.step([batch_of(SMALL, SMALL), wrong])
+        torch.testing.assert_close(job.state_dict(), before, rtol=0, atol=0)
+        assert_trains_like_eager(job, [LISTED[0]])
+
+
+def test_a_batch_beyond_the_memory_is_refused_with_its_sizes() -> None:
+    large = batch_of(((30, 40),), SMALL, tokens=1206)
+    with job_of([batch_of(SMALL, SMALL)] * 2, memory="1MB") as job:
+        with pytest.raises(BatchError, match=r"pixels \[1204, 6\](.|\n)*memory(.|\n)*smaller images"):
+            job.step([large, large])
+        assert_trains_like_eager(job, [LISTED[0]])
+
+
+class Showing(Seeing):
+    """Returns a tensor for each image."""
+
+    def forward(self, **batch: Tensor) -> dict[str, Any]:
+        images = torch.split(batch["pixels"] * 2, batch["grid"].prod(-1).tolist())
+        return {**super().forward(**batch), "images": images}
+
+
+def test_outputs_that_the_example_has_not() -> None:
+    with job_of(batch_of(SMALL), model=Showing(), micro_batches=1) as job:
+        assert job.evaluate(batch_of(SMALL, seed=1))["images_0"].shape == (4, 6)
+        batch = batch_of(((1, 2), (2, 2)))
+        with pytest.raises(BatchError, match=r"returns images_1 for this batch(.|\n)*outputs=False"):
+            job.evaluate(batch)
+        found, loss = job.evaluate(batch, outputs=False).loss, job.model(**batch)["loss"]
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_whole_batch_that_nobody_can_cut() -> None:
+    words = r"'grid'\] has 5 entries(.|\n)*hand over a list of 2 micro-batches"
+    with job_of(batch_of(*[SMALL] * 4), micro_batches=2) as job, pytest.raises(BatchError, match=words):
+        job.step(batch_of(SMALL, SMALL, SMALL, ((1, 2), (2, 2))))
+
+
+def test_another_number_of_micro_batches_than_the_example_lists() -> None:
+    with pytest.raises(PlanError, match="micro_batches=3, but example_inputs is a list of 2"):
+        job_of(LISTED[0], micro_batches=3)
+    with job_of(LISTED[0]) as job, pytest.raises(BatchError, match="list of 3 micro-batches, and 2 make a step"):
+        job.step([*LISTED[0], LISTED[0][0]])
