@@ -386,7 +386,8 @@ def _store_reassigned_buffers(recorder: Recorder) -> None:
         if new.shape != fake.shape or new.dtype != fake.dtype:
             raise CaptureError(
                 f"forward replaces buffer {name!r} ({list(fake.shape)}, {fake.dtype}) by one of {list(new.shape)}, "
-                f"{new.dtype}; keep its shape and dtype, or use a plain local variable"
+                f"{new.dtype}; keep its shape and dtype, or use a plain local variable. A table that grows with its "
+                "inputs has its size once the model was called on such a batch before compile"
             )
         recorder.write_back(name, fake, new)
 
