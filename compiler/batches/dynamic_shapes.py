@@ -17,7 +17,7 @@ from ...ir.errors import PlanError
 from ...ir.program import SizeRange
 from ...runtime.torch_names import DerivedDim, DimHint, DimHintType
 from ..capture.dynamic import DynamicDims
-from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
+from ..capture.inputs import entry_names, input_name, is_spec, is_tensor_like, rebuilt
 from .shape import BatchShape, flatten
 from .sizes import BatchSizes
 
@@ -134,7 +134,7 @@ class _Reader:
             return
         items = _items(example)
         if not items:
-            self._read_input(legal_name(name), given, self.shape.leaves[legal_name(name)][0])
+            self._read_input(input_name(name), given, self.shape.leaves[input_name(name)][0])
             return
         said = _items(given)
         for key in said:

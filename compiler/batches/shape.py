@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...ir.errors import BatchError, PlanError
-from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
+from ..capture.inputs import entry_names, input_name, is_spec, is_tensor_like, rebuilt
 from ..packing.borders import with_unread
 from ..packing.varying_inputs import ANY
 from .plain_tensor import plain_tensor
@@ -252,7 +252,7 @@ def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str
 
     def walk(name: str, value: Any) -> None:
         if is_spec(value) or isinstance(value, torch.Tensor):
-            found[legal_name(name)] = value
+            found[input_name(name)] = value
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 walk(f"{name}.{key}" if name else str(key), item)
@@ -262,7 +262,7 @@ def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str
         elif is_tensor_like(value):
             raise BatchError(f"batch[{name!r}] is a {type(value).__name__}; pass a torch.Tensor (torch.as_tensor)")
         else:
-            flags[legal_name(name)] = repr(value)
+            flags[input_name(name)] = repr(value)
 
     batch = with_unread(batch)
     if isinstance(batch, Mapping) and not is_spec(batch):
@@ -277,7 +277,7 @@ def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str
 
 def _find_part(value: Any, name: str, kind: Any = object, path: str = "", text: str = "batch") -> str:
     """The part of the batch that has this name and is of this kind, as a script writes it; "" for none."""
-    if path and legal_name(path) == name and isinstance(value, kind):
+    if path and input_name(path) == name and isinstance(value, kind):
         return text
     if is_tensor_like(value) or not isinstance(value, (Mapping, tuple, list)):
         return ""

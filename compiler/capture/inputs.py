@@ -112,12 +112,12 @@ class _Faker:
 
     def convert(self, name: str, value: Any) -> Any:
         if is_spec(value) or is_tensor_like(value):
-            return self._fake(legal_name(name), value)
+            return self._fake(input_name(name), value)
         if isinstance(value, Mapping):
             return {key: self.convert(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, (tuple, list)):
             return rebuilt(value, [self.convert(f"{name}.{i}", item) for i, item in enumerate(value)])
-        name = legal_name(name)
+        name = input_name(name)
         if type(value) in (str, int, float) and self.given is not None and name not in self.given:
             return self.made.leaves.setdefault(name, UnreadLeaf(name, value))
         return value  # part of the program, not an input
@@ -165,6 +165,11 @@ def _dtype(name: str, dtype: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise CaptureError(f'input {name!r}: unknown dtype {dtype!r}; use a torch dtype or its name, e.g. "int64"')
     return found
+
+
+def input_name(name: str) -> str:
+    """The legal name of an input, as nodes of torch.fx have it: that of "pixelValues" is "pixel_values"."""
+    return legal_name(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 def legal_name(name: str) -> str:

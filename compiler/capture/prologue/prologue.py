@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ....ir.errors import BatchError, CaptureError
 from ....runtime.torch_names import tree_map_only
 from ..guard import TraceOptions
-from ..inputs import legal_name
+from ..inputs import input_name
 from ..recorder import NeedsValue
 from ..replay import Misaligned
 from ..trace import Recording, record_again, record_steps
@@ -53,7 +53,7 @@ class Prologue:
         reads = frozenset[str]()
         while True:
             more = error.inputs - reads
-            named = {legal_name(str(key)): value for key, value in example.items()} if isinstance(example, dict) else {}
+            named = {input_name(str(key)): value for key, value in example.items()} if isinstance(example, dict) else {}
             if not more or not all(type(named.get(name)) is Tensor and not named[name].is_meta for name in more):
                 raise error
             reads |= more
@@ -223,7 +223,7 @@ def repeat(micro_batch: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _read(part: Mapping[str, Any], names: frozenset[str]) -> dict[str, Tensor]:
-    return {legal_name(str(key)): value for key, value in part.items() if legal_name(str(key)) in names}
+    return {input_name(str(key)): value for key, value in part.items() if input_name(str(key)) in names}
 
 
 def _cut(batch: Mapping[str, Any], count: int, i: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.graph.opgraph import OpGraph
 from penstock.ir.errors import CaptureError
@@ -61,3 +62,18 @@ def test_an_entry_that_nobody_reads_is_said() -> None:
 def test_without_a_loss_function_forward_gets_all() -> None:
     with pytest.raises(CaptureError, match="unexpected keyword argument 'weights'"):
         trace(Wrapper(), {"x": torch.randn(3, 4), "weights": torch.randn(3, 4)})
+
+
+def test_inputs_with_capitals_train() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, KL_x: Tensor, pixelValues: Tensor) -> Tensor:
+            return (self.layer(KL_x) - pixelValues).square().mean()
+
+    model, batch = Model(), {"KL_x": torch.randn(4, 4), "pixelValues": torch.randn(4, 4)}
+    hardware = penstock.Hardware.cpu(1, memory="64MB")
+    with penstock.compile(model, hardware, example_inputs=batch, strategy="balanced", micro_batches=2) as job:
+        assert float(job.step(batch)) == pytest.approx(float(model(**batch).detach()), rel=1e-6)
