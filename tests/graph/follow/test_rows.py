@@ -191,7 +191,7 @@ BY_NUMBER: dict[str, Loop] = {
 }
 
 
-def _looped(loop: Loop) -> Any:
+def _model_with(loop: Loop) -> Any:
     def loss(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
         return torch.stack(loop(model, h, y)).square().mean()
 
@@ -201,16 +201,16 @@ def _looped(loop: Loop) -> Any:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_loop_over_rows_that_computes_each_alike(name: str, count: int) -> None:
-    assert facts_of(_looped(ALIKE[name]), batch_of(ROWS), count) == RowFacts()
-    assert agrees(_looped(ALIKE[name]), batch_of(ROWS), 0)
+    assert facts_of(_model_with(ALIKE[name]), batch_of(ROWS), count) == RowFacts()
+    assert agrees(_model_with(ALIKE[name]), batch_of(ROWS), 0)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", BY_NUMBER)
 def test_a_loop_that_computes_a_row_by_its_number(name: str, count: int) -> None:
-    (coupling,) = facts_of(_looped(BY_NUMBER[name]), batch_of(ROWS), count).couplings
+    (coupling,) = facts_of(_model_with(BY_NUMBER[name]), batch_of(ROWS), count).couplings
     assert coupling.kind is Kind.ROW_NUMBER
-    assert not agrees(_looped(BY_NUMBER[name]), batch_of(ROWS), 0)
+    assert not agrees(_model_with(BY_NUMBER[name]), batch_of(ROWS), 0)
 
 
 # --- numbers
