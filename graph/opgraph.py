@@ -37,14 +37,11 @@ from torch import fx, nn
 
 from ..ir.plain_graph import PlainGraph
 from ..ir.program import HookCall, ParamSpec, RowPart, SizeRange, TeamPart
-from ..runtime.torch_names import LazyGraphModule, assert_async, enter_autocast, exit_autocast, set_grad_enabled
+from ..runtime.torch_names import CHECKS, LazyGraphModule, enter_autocast, exit_autocast, set_grad_enabled
 from .loss_terms import LossRules
 
 Looked = TypeVar("Looked")
 MODE_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast)
-
-
-CHECKS = (assert_async, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 
 
 def is_check(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from torch.utils import checkpoint
 
 from ...graph.edit import set_base, set_writes
 from ...graph.kernels.stand_ins import SHAPE_RULES
-from ...graph.opgraph import CHECKS, value_tensors
+from ...graph.opgraph import value_tensors
 from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...runtime import accelerator
@@ -34,6 +34,7 @@ from ...runtime.torch_names import (
     CALL_OF_MODULES,
     CHECKED,
     CHECKPOINTED,
+    CHECKS,
     CONVERTED,
     DataDependentOutputException,
     DisableTorchFunction,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import operator
 from collections.abc import Hashable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -122,6 +123,8 @@ class Follower(TorchDispatchMode):
         self.graph, self.rows, self.powers, self.is_clear = graph, rows, powers, True
         self.states: dict[int, RowState] = {}  # tensor's id -> state
         self.origins: dict[int, frozenset[fx.Node]] = {}  # tensor's id -> nodes where the rows in it met
+        self.names: dict[int, Hashable] = {}  # tensor's id -> how it is computed
+        self.numbered: dict[Hashable, int] = {}
         self.alive: list[torch.Tensor] = []  # ids stay those of one tensor
         self.sharing: dict[int, list[torch.Tensor]] = {}  # storage -> its tensors of nodes
         self.known: dict[Hashable, Effect] = {}
@@ -168,9 +171,50 @@ class Follower(TorchDispatchMode):
         else:
             effect = self._call_effect(node, tensors)
         self.numbers.append(list(effect.numbers))
+        effect = self._compare_rows(node, tensors, effect)
         if effect.met:
             self.found[node] = list(effect.met)
         self._note(node, tensors, self.settle(node, tensors, effect))
+
+    def _compare_rows(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
+        """The effect of a node that joins values of single rows, which are rows if each is computed as the others."""
+        operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta["val"])]
+        states = [self.state(tensor) for tensor in operands]
+        self._name(node, tensors, operands, effect)
+        by_row: dict[int, list[Hashable]] = {}
+        for tensor, state in zip(operands, states):
+            if isinstance(state, OneRow):
+                by_row.setdefault(state.number, []).append(self._name_of(tensor))
+        joins = by_row and any(isinstance(state, ByRow) for state in effect.states)
+        if not joins or all(names == by_row[0] for names in by_row.values()):
+            return effect
+        return replace(effect, met=(*effect.met, (Kind.ROW_NUMBER, str(node.target))))
+
+    def _name(
+        self, node: fx.Node, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], effect: Effect
+    ) -> None:
+        """Name tensors by how they are computed: equal for what is taken from different rows in the same way."""
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            whole = node.args[0].meta["val"]
+            if isinstance(whole, (tuple, list)):
+                of = list(value_tensors(whole[node.args[1]]))  # type: ignore[index]
+                self.names |= {id(new): self._name_of(old) for new, old in zip(tensors, of)}
+                return
+        call = call_key(self.graph, node, node.args, node.kwargs, self._name_of) or node
+        is_taken = not any(isinstance(self.state(tensor), OneRow) for tensor in operands)
+        for i, (tensor, state) in enumerate(zip(tensors, effect.states)):
+            key: Hashable = (call, i)
+            if is_taken and isinstance(state, OneRow):
+                key = (*map(self._name_of, operands), state.part, tuple(tensor.shape))
+            self.names[id(tensor)] = self.numbered.setdefault(key, len(self.numbered))
+        for target in node.meta["mutates"]:
+            for tensor in value_tensors(target.meta["val"]):
+                for other in [tensor, *self.sharing.get(tensor.untyped_storage()._cdata, ())]:
+                    key = (call, self._name_of(other))
+                    self.names[id(other)] = self.numbered.setdefault(key, len(self.numbered))
+
+    def _name_of(self, tensor: torch.Tensor) -> Hashable:
+        return self.names.get(id(tensor), id(tensor))
 
     def settle(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
         """The effect with which later nodes go on."""

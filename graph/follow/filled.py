@@ -26,7 +26,8 @@ def check_filled(graph: OpGraph) -> None:
 
 
 def _check(graph: OpGraph, node: fx.Node) -> None:
-    value, mask, source = (*node.args, *node.kwargs.values())
+    named = dict(zip(("self", "mask", "source"), node.args)) | node.kwargs
+    value, mask, source = named.get("self", named.get("input")), named["mask"], named["source"]
     assert isinstance(value, fx.Node) and isinstance(mask, fx.Node) and isinstance(source, fx.Node)
     again = math.prod(value.meta["val"].shape) // max(1, math.prod(mask.meta["val"].shape))  # times that it is spread
     edit = GraphEdit(graph, node)

@@ -80,8 +80,10 @@ def state_at_numbers(call: RowCall, value: torch.Tensor, numbers: Sequence[torch
         return _rows_by_number(call, state, value, numbers, parts, shape, at)
     if any(isinstance(s, Permutation) for s in states):
         return call.mix(Kind.REORDERED)
+    differing = {d for d, _, _ in state.varies} if isinstance(state, Free) else set[int]()
+    if any(d in differing and isinstance(s, ByRow) and s.step == ANY_STEP for s, (d, _) in zip(states, used)):
+        return call.mix(Kind.ROW_NUMBER)
     if isinstance(state, Free):  # numbers make no difference along dimensions where all is the same
-        differing = {d for d, _, _ in state.varies}
         parts = [part for part, (d, _) in zip(parts, used) if d in differing or not isinstance(part[0], Free)]
     picked = together(call, parts, shape)
     if isinstance(picked, Mixed):

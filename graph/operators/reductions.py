@@ -44,8 +44,11 @@ def added_up(call: RowCall) -> RowState:
     if isinstance(state, ByRow) and state.dim in dims:
         return OverRows(scale=state.scale if call.name == "mean" else state.scale.times(PER_ROW))
     found = drop_dims(state, value, dims, keep)
+    count = math.prod(value.shape[dim] for dim in dims if dim < value.dim())
+    if isinstance(found, OverRows) and call.name == "mean":  # of totals, whose number may grow with the rows
+        scale = call.watcher.scale(count)
+        return found if count % call.rows else OverRows(scale=found.scale.divide_by(scale))
     if isinstance(found, Free) and call.name != "mean":  # constants beside rows are equal to them in number
-        count = math.prod(value.shape[dim] for dim in dims if dim < value.dim())
         return replace(found, scale=state.scale.times(call.watcher.scale(count)))
     return replace(found, step=0) if isinstance(found, ByRow) else found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Stretch = tuple[
     int, int, int
@@ -68,9 +68,11 @@ class ByRow(RowState):
 
 @dataclass(frozen=True)
 class OneRow(RowState):
-    """All elements depend on the row of this number, and on no other."""
+    """All elements depend on the row of this number, and on no other. `part`: where the elements begin in the row, and
+    their number, of what was just taken from a value of rows."""
 
     number: int = 0
+    part: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -161,13 +161,14 @@ def part(
         return call.mix(Kind.REORDERED)
     if start % each == 0 and size % each == 0:
         return state
-    row, before = divmod(start, state.inner)
-    return one_row(call, state, row) if 0 < size <= state.inner - before else call.mix(Kind.REORDERED)
+    before = start % state.inner
+    return one_row(call, state, start, size) if 0 < size <= state.inner - before else call.mix(Kind.REORDERED)
 
 
-def one_row(call: RowCall, state: ByRow, place: int) -> OneRow:
-    """The state of a part that is of the row at a place along the rows."""
-    return OneRow(scale=state.scale, number=place % call.rows)
+def one_row(call: RowCall, state: ByRow, start: int, size: int) -> OneRow:
+    """The state of a part that is of one row: `size` elements along its dimension."""
+    place, before = divmod(start, state.inner)
+    return OneRow(scale=state.scale, number=place % call.rows, part=(place // call.rows, before, size))
 
 
 def select(call: RowCall) -> RowState:
@@ -187,7 +188,7 @@ def _select(call: RowCall, index: int) -> RowState:
         return call.unclear()
     if not isinstance(state, ByRow) or state.order is not None:
         return call.mix(Kind.ROW_NUMBER)
-    return one_row(call, state, index % value.shape[dim] // state.inner)
+    return one_row(call, state, index % value.shape[dim], 1)
 
 
 def split(call: RowCall) -> list[RowState]:

@@ -9,11 +9,12 @@ no stage needs, and leave out what libraries compile or open at their first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...ir import ops
 from ...ir.program import Program, StageSpec
@@ -22,6 +23,7 @@ from ..functions.document_borders import trial
 from ..optimizer.gradients import Grads, clip_factor, speculative_factor, sum_of_squares
 from ..optimizer.spec import OptimizerSpec
 from ..optimizer.stage_optimizer import StageOptimizer
+from ..torch_names import CHECKS
 from .arena import Arena, weights_layout
 from .runner import StageRunner
 from .store import StageStore
@@ -82,7 +84,7 @@ def _run(runner: StageRunner, modes: Mapping[str, Any], device: torch.device) ->
     grads: dict[str, Tensor] | None = None
     inputs = [_zeros(spec, device) for spec in runner.spec.inputs]
     douts = [1.0] * len(runner.spec.outputs)
-    with trial():
+    with trial(), _Unchecked() if runner.compiled is None else nullcontext():  # a block is compiled for its modes
         for _ in range(2 if "forward" in modes else 0):
             _, kept = runner.forward(inputs, 0, modes["forward"])
             if "backward_input" in modes:
@@ -93,6 +95,13 @@ def _run(runner: StageRunner, modes: Mapping[str, Any], device: torch.device) ->
         if "evaluate" in modes:
             runner.evaluate(inputs, 0)
     return grads or {}
+
+
+class _Unchecked(TorchFunctionMode):
+    """Leaves out checks of values, which zeros may fail."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func in CHECKS else func(*args, **(kwargs or {}))
 
 
 def _use(spec: StageSpec, grads: dict[str, Tensor]) -> None:

@@ -13,22 +13,18 @@ from torch import Tensor
 class MadeInput:
     """An input of a program that a prologue makes. `dim`: the dimension of its rows, which is the first one of the
     input; None for a `value` that is the same for all micro-batches, and so no input but a constant. `places`: its
-    numbers are places in tensors of a micro-batch, of which a whole batch has this number; None where each batch shows
-    the number."""
+    numbers are places in tensors of a micro-batch, of which a whole batch has this number."""
 
     name: str
     dim: int | None = 0
     value: Tensor | None = None
-    places: int | None = 0
+    places: int = 0
 
     def is_made_of(self, whole: Tensor, parts: Sequence[Tensor], total: int) -> bool:
         """Whether the tensor of a batch has the rows of its parts, of which a whole batch has `total`."""
         if self.dim is None:
             return all(torch.equal(part, whole) for part in parts)
-        if self.places is None and sum(map(len, parts)) == len(whole):
-            shown = zip(parts, whole.split([*map(len, parts)]))
-            parts = [part + (there[:1] - part[:1]) if len(part) else part for part, there in shown]
-        elif self.places:
+        if self.places:
             parts = [part + i * (self.places // total) for i, part in enumerate(parts)]
         others = [_other_sizes(tensor, self.dim) for tensor in (whole, *parts)]
         return others.count(others[0]) == len(others) and torch.equal(torch.cat([*parts], self.dim), whole)

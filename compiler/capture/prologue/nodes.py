@@ -116,9 +116,6 @@ def find_rows(
     `number_of_places` finds in the first part and in the whole batch. Raises `CaptureError` where the parts do not
     come to the whole."""
     found = [MadeInput(name, dim) for dim in range(whole.dim()) if whole.numel()] + [MadeInput(name, None, whole)]
-    base = node.args[0] if node.target is operator.getitem else node
-    if isinstance(base, fx.Node) and function_name(base.target) == "nonzero":
-        found.append(MadeInput(name, places=None))
     if places[0] and places[0] * len(parts) == places[1]:  # no table, which has the same number for each part
         found.append(MadeInput(name, places=places[1]))
     for each in found:
@@ -132,6 +129,9 @@ def find_rows(
 
 def _indexed_size(reader: fx.Node, node: fx.Node) -> int:
     name = function_name(reader.target)
+    if name == "index_select" and isinstance(reader.args[0], fx.Node) and reader.args[2:] == (node,):
+        size = reader.args[0].meta["val"].shape[reader.args[1]]
+        return size if isinstance(size, int) else 0
     if name not in ("getitem", "setitem") or not isinstance(reader.args[0], fx.Node):
         return 0
     key = reader.args[1] if isinstance(reader.args[1], tuple) else (reader.args[1],)

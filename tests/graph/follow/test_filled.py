@@ -24,7 +24,7 @@ class Seeing(nn.Module):
 
     def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
         mask = (ids == PICTURE)[..., None]
-        hidden = self.embed(ids).masked_scatter(mask, self.tower(pixels))
+        hidden = self.embed(ids).masked_scatter(source=self.tower(pixels), mask=mask)
         return self.head(torch.tanh(hidden)).square().mean()
 
 

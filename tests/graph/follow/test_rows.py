@@ -174,6 +174,45 @@ def test_another_graph_is_traced_only_where_one_leaves_something_open() -> None:
         assert traced == expected, name
 
 
+Loop = Callable[[WithHead, Tensor, Tensor], list[Tensor]]
+ALIKE: dict[str, Loop] = {
+    "weights": lambda model, h, y: [row * model.layer.weight[0] for row in h],
+    "made anew": lambda model, h, y: [row * torch.full((8,), 2.0, dtype=row.dtype) for row in h],
+    "two values": lambda model, h, y: [a * b for a, b in zip(h, h.tanh())],
+    "pieces": lambda model, h, y: [torch.cat((row[:, :4].tanh(), row[:, 4:]), 1) for row in h.split(1)],
+}
+BY_NUMBER: dict[str, Loop] = {
+    "weights": lambda model, h, y: [row * model.layer.weight[i] for i, row in enumerate(h)],
+    "first row": lambda model, h, y: [row if i else row.tanh() for i, row in enumerate(h.split(1))],
+    "shifted": lambda model, h, y: [row.roll(i) * model.layer.weight[0] for i, row in enumerate(h)],
+    "other values": lambda model, h, y: [(h.tanh() if i else h)[i] for i in range(len(h))],
+    "other pieces": lambda model, h, y: [h.view(-1, 4)[2 * i + (i == 0)] for i in range(len(h))],
+    "counted": lambda model, h, y: [row * sum([torch.ones(8)] * i, torch.ones(8)) for i, row in enumerate(h)],
+}
+
+
+def _model_with(loop: Loop) -> Any:
+    def loss(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        return torch.stack(loop(model, h, y)).square().mean()
+
+    return model_of(loss)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_loop_over_rows_that_computes_each_alike(name: str, count: int) -> None:
+    assert facts_of(_model_with(ALIKE[name]), batch_of(ROWS), count) == RowFacts()
+    assert agrees(_model_with(ALIKE[name]), batch_of(ROWS), 0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_a_loop_that_computes_a_row_by_its_number(name: str, count: int) -> None:
+    (coupling,) = facts_of(_model_with(BY_NUMBER[name]), batch_of(ROWS), count).couplings
+    assert coupling.kind is Kind.ROW_NUMBER
+    assert not agrees(_model_with(BY_NUMBER[name]), batch_of(ROWS), 0)
+
+
 # --- numbers
 
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -316,6 +316,43 @@ def test_a_table_of_places_that_are_counted_over_all_rows_is_refused() -> None:
         job_of(model, micro_batches=2)
 
 
+class Placed(nn.Module):
+    """Reads the places of a token. `use`: what it does with them."""
+
+    def __init__(self, use: str):
+        super().__init__()
+        self.use, self.embed, self.rows = use, nn.Embedding(20, 8), nn.Embedding(40, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places, h = (ids == 0).flatten().nonzero()[:, 0], self.embed(ids).tanh()
+        wide = torch.cat([h, h.sin()], 1).flatten(0, 1)
+        h = h.flatten(0, 1)[places] if self.use != "selected" else h.flatten(0, 1).index_select(0, places)
+        uses = {"places of others": lambda: wide[places], "table": lambda: self.rows(places)}
+        uses["numbers"] = lambda: places[:, None] * self.rows.weight[0]
+        return (h * uses.get(self.use, lambda: 1)()).square().mean()
+
+
+def placed_job(use: str) -> penstock.Job:
+    ids = torch.randint(1, 20, (4, 6), generator=torch.Generator().manual_seed(0))
+    ids[[0, 1, 2, 3], [2, 0, 5, 3]] = 0
+    hardware = penstock.Hardware.cpu(1, memory="64MB")
+    return penstock.compile(
+        Placed(use), hardware, example_inputs={"ids": ids}, optimizer=torch.optim.SGD, strategy="balanced",
+        micro_batches=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("use", ["places of others", "table", "numbers"])
+def test_places_that_are_more_than_places_in_rows_of_one_size_are_refused(use: str) -> None:
+    with pytest.raises(CaptureError, match="rows of a batch meet"):
+        placed_job(use)
+
+
+@pytest.mark.parametrize("use", ["alone", "selected"])
+def test_places_in_rows_of_one_size(use: str) -> None:
+    placed_job(use).close()
+
+
 UNEVEN = torch.tensor([[2, 2], [2, 2], [1, 4], [1, 4]])  # the halves have other largest heights
 
 
