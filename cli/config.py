@@ -43,18 +43,28 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 SECTION_OF = {key: section for section, keys in SECTIONS.items() for key in keys}
 FILE = "config.yaml"
 # Keys of other trainers (Trainer, TRL, Axolotl, LLaMA-Factory, Unsloth), and ours in their place.
-SAME: Mapping[str, str] = {  # with the same meaning and the same values
-    "base_model": "model", "model_name": "model", "model_name_or_path": "model",
-    "dataset_path": "data", "train_file": "data", "validation_file": "eval_data", "dataset_split": "split",
-    "cutoff_len": "sequence", "max_length": "sequence", "max_seq_len": "sequence", "max_seq_length": "sequence",
-    "sequence_len": "sequence", "max_target_length": "targets",
-    "packing": "pack", "sample_packing": "pack", "val_set_size": "eval_fraction", "val_size": "eval_fraction",
-    "dpo_beta": "beta", "pref_beta": "beta", "rl_beta": "beta",
-    "learning_rate": "lr", "lr_scheduler": "schedule", "lr_scheduler_type": "schedule",
-    "num_epochs": "epochs", "num_train_epochs": "epochs",
-    "eval_steps": "eval_every", "early_stopping_patience": "patience",
-    "output_dir": "out", "save_steps": "save_every",
-}  # fmt: skip
+SAME: Mapping[str, str] = {  # theirs -> ours, with the same meaning and the same values
+    their: own
+    for own, theirs in {
+        "model": "base_model model_name model_name_or_path",
+        "data": "dataset_path train_file",
+        "eval_data": "validation_file",
+        "split": "dataset_split",
+        "sequence": "cutoff_len max_length max_seq_len max_seq_length sequence_len",
+        "targets": "max_target_length",
+        "pack": "packing sample_packing",
+        "eval_fraction": "val_set_size val_size",
+        "beta": "dpo_beta pref_beta rl_beta",
+        "lr": "learning_rate",
+        "schedule": "lr_scheduler lr_scheduler_type",
+        "epochs": "num_epochs num_train_epochs",
+        "eval_every": "eval_steps",
+        "patience": "early_stopping_patience",
+        "out": "output_dir",
+        "save_every": "save_steps",
+    }.items()
+    for their in theirs.split()
+}
 BATCH = "batch: N, the rows of all devices and micro-batches of a step together; the plan divides them"
 ADAPTER = "adapter: lora:r=16,alpha=32,targets=q_proj+v_proj"
 PLANNED = "leave it out: the plan decides this"

@@ -121,6 +121,12 @@ class Forms:
         found = [self._find(part) for part in parts]
         forms = [form for form, _ in found]
         if isinstance(batch, Mapping) and len(parts) > 1:
+            if len({form.number for form in forms}) > 1:  # forward on the whole may use one number for all of them
+                raise BatchError(
+                    f"micro-batches of this batch differ in what forward does with them: {self._text(parts[0])}; "
+                    f"{self._text(parts[-1])}. Hand over a list of the {self.count} micro-batches, as gradient "
+                    "accumulation has them, which are taken by themselves; or compile with micro_batches=1"
+                )
             self._require_rows_apart(batch, forms, parts)
         others = set[str]().union(*(form.outputs ^ self.forms[0].outputs for form in forms))
         if with_outputs and others:

@@ -210,6 +210,12 @@ def test_a_whole_batch_that_nobody_can_cut() -> None:
         job.step(batch_of(SMALL, SMALL, SMALL, ((1, 2), (2, 2))))
 
 
+def test_a_whole_batch_whose_micro_batches_have_other_forms() -> None:
+    """Forward on all of it may do something else than on each."""
+    with job_of(batch_of(*[WIDE] * 4), micro_batches=2) as job, pytest.raises(BatchError, match="Hand over a list"):
+        job.step(batch_of(SMALL, ((2, 4),), WIDE, WIDE))
+
+
 def test_another_number_of_micro_batches_than_the_example_lists() -> None:
     with pytest.raises(PlanError, match="micro_batches=3, but example_inputs is a list of 2"):
         job_of(LISTED[0], micro_batches=3)
