@@ -279,8 +279,9 @@ def _folder(request: Request, graphs: Graphs, result: SearchResult, rows: RowFac
 
 
 def _model_name(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    name = getattr(config, "model_type", None) or type(model).__name__
+    wrapped = (model, getattr(model, "model", None))  # as trainers do, for a loss of their own
+    named = (getattr(getattr(each, "config", None), "model_type", None) for each in wrapped)
+    name = next(filter(None, named), type(model).__name__)
     params = sum(p.numel() for p in model.parameters())
     params += sum(layer.more_params for _, layer in quantised_layers(model))
     return f"{name}, {params / 1e9:.4g} B parameters" if params >= 1e9 else f"{name}, {params / 1e6:.1f} M parameters"

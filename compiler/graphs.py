@@ -90,7 +90,8 @@ class Graphs:
 
     def form_graphs(self, micro_batch: Mapping[str, Any], count: int) -> Graphs:
         """Graphs of batches of `count` micro-batches of this form. Raises what a trace does."""
-        return self.anew(self.request.form_request(micro_batch, count))
+        with hide_marks(self.request.model):
+            return self.anew(self.request.form_request(micro_batch, count))
 
     def forget(self) -> None:
         """Forget all graphs, but not what was traced, unless other plans share them."""

@@ -102,6 +102,13 @@ def unmark(model: nn.Module) -> None:
         del hooks[key]
 
 
+def allow_forward(model: nn.Module) -> None:
+    """Take the mark off the forward of the model itself, whose caller runs a job's step in its place."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if is_mark(hook):
+            del model._forward_pre_hooks[key]
+
+
 def tell_if_marked(model: nn.Module) -> None:
     """Warn where another job's devices, not stopped yet, have newer weights than the model."""
     for hooks, key in _marks(model):

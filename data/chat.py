@@ -111,8 +111,9 @@ def encode_chat(
     """Token ids, and labels that are -100 but on the assistant's turns. tools: the functions that they may call.
 
     Which tokens are the assistant's the template says by `{% generation %}`, or else the difference that a turn makes.
-    Raises `PlanError` for a template that refuses these messages, or rewrites earlier turns.
+    Raises `PlanError` for a template that refuses these messages, leaves calls out, or rewrites earlier turns.
     """
+    _require_calls(messages, codec, where, tools)
     if MARK.search(codec.tokenizer.get_chat_template()):
         return _encode_marked_turns(messages, codec, where, tools)
     given = {} if tools is None else {"tools": tools}
@@ -124,6 +125,20 @@ def encode_chat(
             last = len(_prefix(codec, messages[: number + 1], ids, where, **given))
             mask[first:last] = [1] * (last - first)
     return {"input_ids": ids, "labels": _mask_labels(ids, mask)}
+
+
+def _require_calls(
+    messages: list[ChatMessage], codec: Codec, where: str, tools: list[dict[str, Any]] | None = None
+) -> None:
+    """Raise `PlanError` where the template would leave out functions or their calls without a word."""
+    template = codec.tokenizer.get_chat_template(tools=tools)
+    calls = any(message.get("tool_calls") for message in messages)
+    for is_there, name in ((tools, "tools"), (calls, "tool_calls")):
+        if is_there and name not in template:
+            raise PlanError(
+                f"{where}: the chat template has no place for {name}: functions and their calls would be left out; use "
+                "the tokenizer of a model that calls functions, or leave them out of the data"
+            )
 
 
 def _encode_marked_turns(
@@ -150,6 +165,7 @@ def _encode_marked_turns(
 
 def encode_reply(prompt: list[ChatMessage], reply: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
     """As `encode_chat`, with the loss on the reply alone."""
+    _require_calls([*prompt, *reply], codec, where)
     ids = _apply(codec, [*prompt, *reply], where)["input_ids"]
     first = len(_prefix(codec, prompt, ids, where, add_generation_prompt=True)) if prompt else 0
     return {"input_ids": ids, "labels": [IGNORED] * first + ids[first:]}

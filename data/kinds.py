@@ -90,12 +90,22 @@ def _refuse_columns(record: Record, allowed: tuple[str, ...]) -> NoReturn:
     needs = "; ".join(f"{kind}: {_names(kind)}" for kind in allowed)
     there = ", ".join(record.values) or "none"
     wanted = [name for kind in allowed for names in COLUMNS[kind].values() for name in names]
-    near = [(key, close[0]) for key in record.values if (close := difflib.get_close_matches(key.lower(), wanted, 1))]
+    unknown = [key for key in record.values if key not in wanted]
+    near = [(key, close[0]) for key in unknown if (close := difflib.get_close_matches(key.lower(), wanted, 1))]
     hint = f"; is {near[0][0]!r} meant as {near[0][1]!r}?" if near else "."
     raise PlanError(
-        f"{record.where}: its columns are of no kind: {there}. The kinds have {needs}{hint} --column text=NAME says "
-        "which is which"
+        f"{record.where}: its columns are of no kind: {there}. The kinds have {needs}{hint} --column "
+        f"{_missing(record, allowed)}=NAME says which is which"
     )
+
+
+def _missing(record: Record, allowed: tuple[str, ...]) -> str:
+    """The column that is missing of the kind of which another is there; else "text"."""
+    for kind in allowed:
+        there = {name: any(each in record.values for each in usual) for name, usual in COLUMNS[kind].items()}
+        if any(there.values()):
+            return next(name for name, found in there.items() if not found)
+    return "text"
 
 
 def _names(kind: str) -> str:

@@ -266,7 +266,7 @@ def prologue_note(options: TraceOptions) -> str:
     return (
         f"forward reads the values of {', '.join(sorted(options.lent))}: what it makes of them "
         f"{f'comes in as {made}, which the host makes' if made else 'the host makes again, and compares,'} before each "
-        "step; batches must have the example's sizes (the same number of images a row, all of one size)"
+        "step; batches of other sizes, such as images, are captured as they come (docs/promises.md)"
     )
 
 

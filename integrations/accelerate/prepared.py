@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...compiler.api import compile as compile_job
 from ...compiler.job.job import Job
 from ...compiler.job.outputs import Outputs
+from ...compiler.stale import allow_forward
 from ...ir.errors import PlanError
 from ..said import tell_plan, tell_planning
 from ..transformers.batches import BatchForm, count_rows, form_of
@@ -72,6 +73,7 @@ class PreparedModel:
         set_options(self.job, self._optimizer.numbers, self._set.take())
         with self._own_forward():
             loss = self.job.step({**self._form.fill(batch), **flags})
+        allow_forward(self.model)
         self.loss = loss.detach().to(self.accelerator.device).requires_grad_()
         return Outputs(loss=self.loss)
 
@@ -81,7 +83,7 @@ class PreparedModel:
         if own is None or loss is own or not loss.requires_grad:
             return own is not None and loss is own
         (slope,) = torch.autograd.grad(loss, own, retain_graph=True, allow_unused=True)
-        return slope is not None and float(slope) == 1 and float(loss) == float(own)
+        return slope is not None and float(slope) == 1 and float(loss.detach()) == float(own.detach())
 
     def _whole(self, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The batch of all processes, padded to the run's lengths, and what of it is no tensor."""

@@ -20,7 +20,8 @@ def path_and_kwargs(given: Any, what: str, example: str) -> tuple[str, dict[str,
     """The path and keyword arguments of a class or function, or of a `partial` of one. Raises `PlanError` for anything
     else; `what` names the user's argument, `example` is one that works."""
     if isinstance(given, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
-        raise PlanError(f"{what}: found a {type(given).__name__}, of one process; pass a class: {example}")
+        made = type(given).__name__
+        raise PlanError(f"{what}: found {made}(...), made for the model of this process; pass the class: {example}")
     positional: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(given, partial):

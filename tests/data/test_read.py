@@ -143,6 +143,14 @@ def test_tools_of_sharegpt(is_json: bool, tmp_path: Path) -> None:
     assert ids[found.rows.columns["attention_mask"][0] == 1].tolist() == codec.encode(whole)
 
 
+@pytest.mark.parametrize("name", ["tools", "tool_calls"])
+def test_functions_that_a_template_leaves_out(name: str, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    row = {"messages": [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    with pytest.raises(PlanError, match=f"line 1: the chat template has no place for {name}: functions"):
+        read(tmp_path, [{"messages": TALK, "tools": [{"name": "add"}]} if name == "tools" else row], codec_with(MARKED))
+
+
 def test_packed_chats(tmp_path: Path) -> None:
     found = read(tmp_path, [{"messages": TALK}] * 3, codec_with(MARKED), sequence=48, pack=True)
     assert len(found.rows) == 2
@@ -227,6 +235,7 @@ def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
     [
         ([{"txt": "x"}], {}, r"of no kind: txt.*is 'txt' meant as 'text'\?"),
         ([{"Instruction": "x"}], {}, r"prompt \(or instruction, .*is 'Instruction' meant as 'instruction'\?"),
+        ([{"question": "x", "reply": "y"}], {}, r"kind: question, reply\..*content\)\. --column completion=NAME says"),
         ([{"a": 1, "b": 2}], {}, r"line 1: its columns are of no kind: a, b\. The kinds have chat: messages \(or conv"),
         ([{"body": "x"}], {"kind": "text"}, r'line 1: no column "text" \(or content\), which text needs; there are'),
         ([{"text": "x"}, {"words": "x"}], {}, r'line 2: no column "text"'),

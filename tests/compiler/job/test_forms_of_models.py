@@ -15,6 +15,7 @@ import penstock
 pytest.importorskip("transformers")
 from penstock.bench.model_zoo.compare import SGD, build
 from penstock.bench.vision import model_class
+from penstock.errors import StaleModelWarning
 
 Batch = dict[str, Tensor]
 A, B, C = (1, 4, 4), (1, 4, 6), (1, 2, 4)  # grids of patches
@@ -54,6 +55,7 @@ def test_steps_with_images_of_several_sizes(family: str) -> None:
     optimizer, hardware = SGD(twin.parameters()), penstock.Hardware.cpu(num_devices=2, memory="3GB", dram="6GB")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.simplefilter("error", StaleModelWarning)  # what captures a form is no use of the old weights
         job = penstock.compile(net, hardware, example_inputs=batches[0], optimizer=SGD, strategy="gpipe")
         with job:
             for step in batches:

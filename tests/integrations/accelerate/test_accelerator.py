@@ -13,8 +13,10 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
+from penstock.compiler.api import _model_name
 from penstock.errors import PlanError
 from penstock.integrations.accelerate import PenstockAccelerator
+from penstock.integrations.transformers.loss import TracedLoss
 from penstock.ir.machine.hardware import Hardware
 from penstock.tests.integrations.transformers.runs import TOLERANCE, causal, classifier, llama, padding
 
@@ -56,6 +58,7 @@ def loop(
     return losses, evaluated, model
 
 
+@pytest.mark.filterwarnings("error::penstock.errors.StaleModelWarning")
 @pytest.mark.parametrize("make", [causal, llama, classifier])
 def test_the_same_run(make: Any) -> None:
     """Of batches of several lengths, too, and of evaluations of 4 and 3 rows."""
@@ -65,6 +68,11 @@ def test_the_same_run(make: Any) -> None:
     torch.testing.assert_close(torch.tensor(evaluated), torch.tensor(others), rtol=2e-4, atol=TOLERANCE)
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+def test_a_loss_of_ones_own_is_named_by_its_model() -> None:
+    model, _ = llama()
+    assert _model_name(TracedLoss(model, lambda net, batch: net(**batch))) == _model_name(model)
 
 
 def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
