@@ -408,6 +408,7 @@ def test_a_library_that_is_missing_is_named(whole: Path, monkeypatch: pytest.Mon
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(libraries.importlib, "import_module", missing)
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'penstock\[bitsandbytes\]'"):
         libraries.bitsandbytes()
 
