@@ -320,7 +320,7 @@ class Follower(TorchDispatchMode):
             return state
         if isinstance(state, OneRow):
             self.note(Kind.ROW_NUMBER)
-            return Mixed()
+            return old if isinstance(old, ByRow) else Mixed()
         step = written.stride(state.dim) * state.inner
         for dim in range(other.dim()):
             inner, left = divmod(step, max(1, other.stride(dim)))

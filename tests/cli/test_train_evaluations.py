@@ -157,7 +157,7 @@ def _stop(chosen: TrainOptions, step: int) -> tuple[TrainResult, str]:
         ({"best_by": "bleu"}, "allowed are loss, accuracy"),
         ({"best_by": "accuracy"}, "--best-by accuracy: text is evaluated by its loss"),
         ({"beta": 0.2}, "--beta 0.2: it is for pairs of answers, and the data is text"),
-        ({"model": "Qwen/Qwen3-0.6B", "sequence": 8}, "has no weights here.*--download gets them; --model qwen3-0.6b"),
+        ({"model": "Qwen/Qwen3-0.6B", "sequence": 8}, "has no weights here.*--download gets them; --model Qwen3-0.6B"),
     ],
 )
 def test_mistakes(text: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:

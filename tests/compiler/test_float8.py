@@ -175,6 +175,7 @@ def test_without_torchao_it_is_refused_before_planning(monkeypatch: pytest.Monke
     def fail(name: str) -> Any:
         raise ImportError(f"no module named {name}")
 
-    monkeypatch.setattr(libraries, "importlib", SimpleNamespace(import_module=fail))
+    no_spec = SimpleNamespace(find_spec=lambda name: None)
+    monkeypatch.setattr(libraries, "importlib", SimpleNamespace(import_module=fail, util=no_spec))
     with pytest.raises(PlanError, match=r"products in float8 are torchao's.*pip install 'penstock\[torchao\]'"):
         plan_on("h100")
