@@ -150,7 +150,7 @@ def test_evaluation_is_in_evaluation_mode_as_a_whole() -> None:
 def test_a_model_in_evaluation_mode_is_warned_of_once_and_others_never() -> None:
     model, batch = model_and_batch()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*evaluation mode")
         job_of(model, batch)
         one_layer(model)
         job_of(model, batch)
