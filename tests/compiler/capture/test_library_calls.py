@@ -51,4 +51,4 @@ def test_a_matching_of_rows_needs_the_whole_batch(scipy: None) -> None:
     hardware = penstock.Hardware.cpu(1, memory="64MB")
     job = penstock.compile(OverRows(), hardware, example_inputs={"x": torch.randn(4, 4)}, strategy="balanced")
     with job:
-        assert job.plan.micro_batches == 1 and "coupled" in job.explain()
+        assert job.plan.micro_batches == 1 and "coupled" in job.explain(full=True)
