@@ -59,8 +59,8 @@ def test_a_kept_file_of_something_else_is_refused_with_the_line(table: Path, tmp
 
 
 def test_an_unknown_model_is_refused_with_the_nearest(table: Path) -> None:
-    table.write_text(table.read_text().replace(TOY, "gpt-2"))
-    with pytest.raises(PlanError, match="no model 'gpt-2'; did you mean gpt2"):
+    table.write_text(table.read_text().replace(TOY, "gpt-two"))
+    with pytest.raises(PlanError, match="no model 'gpt-two'; did you mean gpt2"):
         compare(table, best=False)
 
 
