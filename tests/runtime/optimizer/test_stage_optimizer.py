@@ -141,7 +141,7 @@ class InScript(torch.optim.SGD):
     [
         (lambda params: torch.optim.SGD(params, lr=0.1), "lambda"),
         (InScript, "the script itself"),
-        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), "pass a class"),
+        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), "pass the class"),
         (nn.Linear, "no torch.optim.Optimizer class"),
         ("AdamW", "functools.partial"),
         (partial(torch.optim.SGD, 0.1), "by keyword"),
