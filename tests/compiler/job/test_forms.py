@@ -137,6 +137,25 @@ def test_rows_of_other_lengths() -> None:
         assert_trains_like_eager(job, [longer, [batch_of(SMALL, SMALL, seed=3)] * 2])
 
 
+class Axes(Seeing):
+    """Makes places whose first dimension is no row's, as Qwen2-VL does."""
+
+    def axes(self, ids: Tensor) -> Tensor:
+        places = self.count(ids)
+        return torch.stack([places, places // 2, places * 0])
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        places = self.places(self.axes(batch["ids"])).sum(0)
+        found = super().forward(**batch)
+        return {**found, "loss": found["loss"] + places.square().mean()}
+
+
+@pytest.mark.parametrize("micro_batches", ["auto", 2])
+def test_places_whose_first_dimension_is_of_no_row(micro_batches: int | str) -> None:
+    with job_of(batch_of(SMALL, SMALL), model=Axes(), micro_batches=micro_batches) as job:
+        assert_trains_like_eager(job, [batch_of(WIDE, WIDE, seed=1), batch_of(SMALL, SMALL, seed=2)])
+
+
 def test_a_list_is_not_cut_anew() -> None:
     """Its micro-batches together have the shapes of the example's, and each has other ones."""
     uneven = [batch_of(HIGH, HIGH, seed=1), batch_of(((1, 2),), ((1, 2),), seed=2)]
