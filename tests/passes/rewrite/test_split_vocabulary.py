@@ -76,9 +76,7 @@ def test_a_device_whose_memory_is_all_reserved_fits_nothing() -> None:
     hardware = penstock.Hardware.from_any("rtx4090").with_(memory=1)
     assert hardware.devices[0].budget_bytes == 0
     with pytest.raises(DoesNotFit, match=r"has 0\.00 B"):
-        penstock.compile(
-            model, hardware, example_inputs=batch, optimizer=SGD, strategy="balanced", micro_batches=1
-        )
+        penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy="balanced", micro_batches=1)
 
 
 @pytest.mark.parametrize("parts", [2, 5])
