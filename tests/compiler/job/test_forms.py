@@ -172,6 +172,36 @@ def test_a_form_is_captured_once_and_told() -> None:
     assert "pixels [10, 6], grid [[3, 2], [2, 2]]" in found and "of the 2 forms" in found
 
 
+class Counting(Seeing):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, **batch: Tensor) -> dict[str, Any]:
+        self.calls += batch["labels"].float().mean()
+        return super().forward(**batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        (Seeing, {}, "other sizes, such as images, are captured when they first come"),
+        (Seeing, {"compile_stages": True}, "with compile_stages=True, all batches must have the example's sizes"),
+        (Counting, {}, "with buffers that forward changes, all batches must"),
+    ],
+)
+def test_compile_says_what_becomes_of_other_sizes(model: type[Seeing], options: dict[str, Any], told: str) -> None:
+    example, hardware = batch_of(SMALL, SMALL), penstock.Hardware.cpu(1, memory="256MB")
+    with pytest.warns(UserWarning, match=f"reads the values of grid, ids: .*{told}"):
+        given = {**OPTIONS, **options, "strategy": "balanced", "micro_batches": 1}
+        job = penstock.compile(model(), hardware, example_inputs=example, **given)
+    if options or model is Counting:
+        with job, pytest.raises(BatchError, match="compiled for"):
+            job.step(batch_of(WIDE, WIDE))
+
+
 def test_devices_that_start_again_get_the_forms(tmp_path: Any) -> None:
     job = job_of(LISTED[0])
     twin = job_of(LISTED[0])
