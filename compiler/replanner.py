@@ -108,8 +108,9 @@ class Replanner:
 
     def _search(self, graphs: AnyGraphs, plan: Plan | None = None) -> CompiledCandidate:
         decided, options = plan or self.plan, dataclasses.replace(self.wishes.options, profiler=None)
-        given = {"options": options, "decided": decided, "micro_batches": decided.micro_batches}
-        wishes = dataclasses.replace(self.wishes, **given, dump=None)
+        wishes = dataclasses.replace(
+            self.wishes, options=options, decided=decided, micro_batches=decided.micro_batches, dump=None
+        )
         with planning():
             return search(graphs, self.machine, wishes).best
 
