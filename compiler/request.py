@@ -94,9 +94,8 @@ class ExampleBatch:
 
     def add_prologue(self, model: nn.Module, prologue: Prologue, one: bool) -> ExampleBatch:
         """The same batch with what a prologue makes of it. `one`: whether it is one micro-batch."""
-        count = prologue.rows if prologue.apart else 1
-        inputs = prologue.add(self.inputs, count, count)
-        listed = count if prologue.apart else 0
+        listed = prologue.rows if prologue.apart else 0
+        inputs = prologue.add(self.inputs, listed or 1, listed or 1, prologue.parts)
         return replace(self, inputs=inputs, shape=BatchShape.from_inputs(model, inputs, one, listed))
 
 
@@ -268,8 +267,7 @@ class Request:
         count = self.loss_weight is None and takes_item_count(self.model)
         kind, types = self.device_kind, types_of(self.types)
         options = TraceOptions(loss_fn=self.loss_fn, device_kind=kind, count_items=count, **types)
-        batch = self.batch
-        apart = bool(join_example(as_dicts(batch))[1])
+        batch, apart = self.batch, bool(join_example(as_dicts(self.example_inputs))[1])
         found = Prologue.find(self.model, batch.inputs, batch.shape.size, options, error, self._is_one, apart)
         return replace(self, prologue=found)
 

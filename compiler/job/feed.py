@@ -95,7 +95,8 @@ class Feed:
         """
         if self._is_absent(batch, needed):
             return {}, ""
-        batch = join(batch) if is_listed(batch, self.shape) else batch
+        listed = batch if is_listed(batch, self.shape) else ()
+        batch = join(listed) if listed else batch
         shape, made = self.shape, [] if self.prologue is None else self.prologue.names
         if self.prologue is not None:
             shape = replace(shape, leaves={name: leaf for name, leaf in shape.leaves.items() if name not in made})
@@ -113,7 +114,7 @@ class Feed:
         self._require_kind(function, kind, size)
         if self.prologue is not None:
             total = self.interface.total_micro_batches
-            with_made = self.prologue.add(batch, size * total // self.shape.size, total)
+            with_made = self.prologue.add(batch, size * total // self.shape.size, total, listed)
             leaves |= {name: with_made[name] for name in made}
         return leaves, kind
 

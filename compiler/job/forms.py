@@ -100,7 +100,6 @@ class Forms:
         self._scratch: scratch.Scratch | None = None
         self._driver: Driver | None = None  # that has forms
         self._there: set[int] = set()
-        self._wholes: dict[tuple[Prologue, ...], Prologue] = {}  # of the last whole batch, by those of its parts
         self._time = 0
 
     @staticmethod
@@ -141,7 +140,7 @@ class Forms:
                     f"{self._text(parts[-1])}. Hand over a list of the {self.count} micro-batches, as gradient "
                     "accumulation has them, which are taken by themselves; or compile with micro_batches=1"
                 )
-            self._require_rows_apart(batch, forms, parts)
+            forms[0].prologue.add(batch, self.count, self.count)  # which refuses rows that meet
         others = set[str]().union(*(form.outputs ^ self.forms[0].outputs for form in forms))
         if with_outputs and others:
             raise BatchError(
@@ -262,18 +261,6 @@ class Forms:
         few = [name for name in sorted(self.prologue.reads - own.keys()) if given[name].numel() <= FEW]
         texts += [f"{name} {given[name].tolist()}" for name in few]
         return ", ".join(texts) or "the example's shapes, and other numbers in what forward reads"
-
-    def _require_rows_apart(self, batch: Mapping[str, Any], forms: Sequence[KnownForm], parts: Sequence[Any]) -> None:
-        made = [(form.prologue, form.prologue.add(part, 1, self.count)) for form, part in zip(forms, parts)]
-        key = tuple(form.prologue for form in forms)
-        try:
-            whole = self._wholes.get(key) or self.prologue.whole_prologue(batch)
-            self._wholes = {key: whole.require_rows_apart(batch, made)}
-        except CaptureError as error:
-            raise BatchError(
-                f"{error}\n  Hand over a list of the {self.count} micro-batches, as gradient accumulation has them, "
-                "which are taken by themselves; or compile with micro_batches=1"
-            ) from error
 
     def _load(self, forms: Sequence[KnownForm]) -> None:
         """Give the devices the forms that they do not have."""

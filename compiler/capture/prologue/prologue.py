@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from .replay import PrologueReplay
 @dataclass(frozen=True, eq=False)
 class Prologue:
     """The prologue of `model`. `reads`: the inputs whose values forward reads; `inputs`: what it makes of them.
-    `apart`: the user hands over micro-batches one by one, which no whole batch is compared with."""
+    `apart`: the example is a list of micro-batches, of which each is taken as it is."""
 
     model: nn.Module
     example: Mapping[str, Any]
@@ -47,7 +46,7 @@ class Prologue:
         model: nn.Module, example: Any, rows: int, options: TraceOptions, error: NeedsValue, one: bool, apart: bool
     ) -> Prologue:
         """The prologue of a model of which a trace ended in this error. `rows`: of the example; `one`: whether it is
-        one micro-batch; `apart`: whether each row is a micro-batch of its own. Raises the error where forward reads
+        one micro-batch; `apart`: whether each row is a micro-batch of a list. Raises the error where forward reads
         anything else than inputs of the example, which are a dict of tensors with values, and `CaptureError` where it
         does not do the same with parts of the example."""
         reads = frozenset[str]()
@@ -92,47 +91,19 @@ class Prologue:
             raise CaptureError(f"forward makes a tensor without dimensions in the place of {changed}")
         return replace(found, inputs=tuple(own))
 
-    def whole_prologue(self, batch: Mapping[str, Any]) -> Prologue:
-        """The prologue of a whole batch that is never cut."""
-        return replace(self, example=batch, rows=1, inputs=(), apart=True, _recordings={})
-
-    def require_rows_apart(
-        self, batch: Mapping[str, Any], parts: Sequence[tuple[Prologue, Mapping[str, Any]]]
-    ) -> Prologue:
-        """Raise `CaptureError` where forward makes another thing of a whole batch, of which this may be the prologue,
-        than of its micro-batches, which are given with their prologues and what these make. Returns the prologue of the
-        batch."""
-        try:
-            values = self._make(self._recording(1), batch)
-        except BatchError:  # of other sizes than that for which this was made
-            self = self.whole_prologue(batch)
-            values = self._make(self._recording(1), batch)
-        whole, firsts = self._recording(1), [each._recording(len(parts)) for each, _ in parts]
-        rows = list(zip(*(each.values_in(made) for each, made in parts), strict=True))
-        require_number(whole.prologue, len(rows))
-        for i, (node, value, own) in enumerate(zip(whole.prologue, values, rows)):
-            places = [r.recorder.prologue.number_of_places(r.prologue[i]) for r in firsts]
-            starts = [0, *accumulate(places)]
-            if all(places) and starts[-1] == whole.recorder.prologue.number_of_places(node):
-                shifted = [part + start for part, start in zip(own, starts)]
-                if value.dim() and MadeInput("").is_made_of(value, shifted, len(own)):
-                    continue
-            find_rows(f"prologue_{i}", node, value, own, (0, 0))
-        return self
-
-    def values_in(self, made: Mapping[str, Any]) -> list[Tensor]:
-        """The values of a prologue in a micro-batch that `add` has returned."""
-        return [made[x.name].movedim(0, x.dim) if x.value is None else x.value for x in self.inputs]
-
     def _find_rows(self, whole: list[Tensor]) -> tuple[MadeInput, ...]:
-        """The inputs with the dimensions of their rows: those in which the values of parts of the example come to these
-        of all of it. Raises `CaptureError` where none does."""
+        """The inputs with the dimensions of their rows, of the example. Raises `CaptureError` where rows meet."""
         count = next((n for n in range(2, self.rows + 1) if self.rows % n == 0), 1)
-        first = self._recording(count)
+        parts = [self._make(self._recording(count), _cut(self.example, count, i)) for i in range(count)]
+        return self._match(whole, parts, count)
+
+    def _match(self, whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], total: int) -> tuple[MadeInput, ...]:
+        """The inputs with the dimensions in which what is made of the parts of a batch comes to what is made of all of
+        it. Raises `CaptureError` where none does."""
+        first, joined = self._recording(total), self._recording(total // len(parts))
         require_number(first.prologue, len(whole))
-        parts = [self._make(first, _cut(self.example, count, i)) for i in range(count)]
         places = zip(*([each.recorder.prologue.number_of_places(node) for node in each.prologue]
-                       for each in (first, self._recording(1))))
+                       for each in (first, joined)))
         return tuple(
             find_rows(f"prologue_{i}", node, value, list(own), of)
             for i, (node, of, value, *own) in enumerate(zip(first.prologue, places, whole, *parts))
@@ -153,18 +124,16 @@ class Prologue:
         how = f"comes in as {made}, which the host makes" if made else "the host makes again, and compares,"
         return f"forward reads the values of {self._reads_text}: what it makes of them {how} before each step; {sizes}"
 
-    def add(self, batch: Mapping[str, Any], count: int, total: int) -> dict[str, Any]:
+    def add(
+        self, batch: Mapping[str, Any], count: int, total: int, listed: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
         """The batch, with what the prologue makes of each of its `count` micro-batches, of which a whole batch has
-        `total`. Raises `BatchError` for a batch of which forward would make another program."""
-        parts = [self._make(self._recording(total), _cut(batch, count, i)) for i in range(count)]
-        if count > 1 and total % count == 0 and not self.apart:
-            whole = self._make(self._recording(total // count), batch)
-            for each, value, *own in zip(self.inputs, whole, *parts):
-                if not each.is_made_of(value, own, total):
-                    raise BatchError(
-                        f"{each.name}: rows of this batch meet in what forward makes of {self._reads_text}, so that "
-                        "micro-batches would get other numbers than the whole batch: compile with micro_batches=1"
-                    )
+        `total`. `listed`: the micro-batches, where they are handed over one by one, and no whole batch is compared with
+        them. Raises `BatchError` for a batch of which forward would make another program."""
+        cut = listed or [_cut(batch, count, i) for i in range(count)]
+        parts = [self._make(self._recording(total), part) for part in cut]
+        if count > 1 and total % count == 0 and not listed:
+            self._require_rows_apart(batch, parts, total)
         made: dict[str, Any] = {}
         for each, *own in zip(self.inputs, *parts):
             if each.dim is None:
@@ -173,9 +142,32 @@ class Prologue:
                 made[each.name] = torch.cat([value.movedim(each.dim, 0) for value in own])
         return {**batch, **made}
 
+    def _require_rows_apart(self, batch: Mapping[str, Any], parts: Sequence[list[Tensor]], total: int) -> None:
+        """Raise `BatchError` where forward makes another thing of a batch than of its parts, which are given."""
+        try:
+            whole = self._make(self._recording(total // len(parts)), batch)
+            if self.apart:
+                self._match(whole, parts, total)
+            for each, value, *own in () if self.apart else zip(self.inputs, whole, *parts):
+                if not each.is_made_of(value, own, total):
+                    raise CaptureError(
+                        f"{each.name}: rows of this batch meet in what forward makes of {self._reads_text}, so that "
+                        "micro-batches would get other numbers than the whole batch"
+                    )
+        except CaptureError as error:
+            raise BatchError(
+                f"{error}\n  Hand over a list of the {len(parts)} micro-batches, as gradient accumulation has them, "
+                "which are taken by themselves; or compile with micro_batches=1"
+            ) from error
+
     @property
     def _reads_text(self) -> str:
         return ", ".join(sorted(self.reads))
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """The micro-batches of an example that is a list of them; none of any other example."""
+        return [_cut(self.example, self.rows, i) for i in range(self.rows if self.apart else 0)]
 
     def trace_options(self, count: int) -> dict[str, Any]:
         """The options of a trace of the first of `count` micro-batches of the example."""
