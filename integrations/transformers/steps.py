@@ -58,6 +58,7 @@ class StepsByJob(Host):
     neftune_hook_handle: Any
     _loss_shifts_labels: bool
     own_loss: Any = None  # the `compute_loss` that is the model's own
+    not_called: Mapping[str, str] = {}  # further methods that a step of a job does not call -> what works instead
 
     def __init__(
         self,
