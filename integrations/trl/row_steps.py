@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import IntervalStrategy
 
 from ...compiler.job.job import Job
-from ..transformers.batches import count_rows
+from ..transformers.batches import count_rows, gather_batch, take_rows
 from ..transformers.steps import StepsByJob
 from .arguments import LOSSES, NO_LOGITS, OF_TRL, OWN_LOSS, refuse_images, refuse_routers, settle_config
 from .pair_loss import BASE, COPY
@@ -120,10 +120,10 @@ class RowSteps(StepsByJob):
         if reason is not None:
             return self._prediction_of_model(model, inputs, True, ignore_keys, reason)
         assert self._form is not None
-        batch = self._each_once(self._gather_batches([self._form.pad(self._rows_of(inputs))]))
+        batch = self._each_once(gather_batch(self.accelerator, self._form.pad(self._rows_of(inputs))))
         found = []
         for first in range(0, count_rows(batch), self._form.rows):
-            part = {name: value[first : first + self._form.rows] for name, value in batch.items()}
+            part = take_rows(batch, first, min(first + self._form.rows, count_rows(batch)))
             found.append(_evaluate_rows(self.job, part, self._form.rows))
         outputs = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         if self.counts_tokens:
