@@ -33,7 +33,7 @@ REPLACED = {  # module -> its class -> the class that takes its place
 def main(arguments: list[str] | None = None) -> None:
     """Run the script. Exits with 2 for an error that Penstock raises on purpose."""
     parser = argparse.ArgumentParser(prog="python -m penstock.integrations.launch", description=__doc__)
-    parser.add_argument("--hardware", default="auto", help="a preset (4090x2), a YAML file, cpu, or auto: this machine")
+    parser.add_argument("--hardware", default="auto", help="as of `penstock plan`: auto, the default, is this machine")
     parser.add_argument(
         "--set", action="append", metavar="KEY=VALUE",
         help="change a figure of the hardware, such as num_devices=4 or memory=8GB; repeatable",
@@ -53,7 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    hardware = Hardware.typed(given.hardware, given.set) if given.set else given.hardware
+    is_plain = given.hardware == "auto" and not given.set  # then the machine of all ranks, once they have met
+    hardware = given.hardware if is_plain else Hardware.typed(given.hardware, given.set)
     options = {"hardware": hardware, "compile_options": given.compile_options}
     kinds = replace_classes(given.script.read_text("utf-8"), options, given.max_grad_norm)
     sys.argv = [str(given.script), *given.rest]

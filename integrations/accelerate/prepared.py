@@ -37,7 +37,7 @@ class NoGradient(Tensor):
         return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape).as_subclass(NoGradient)
 
     @classmethod
-    def __torch_function__(cls, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise PlanError(
             "a gradient is read between backward and step, which a Job has taken as a whole: use "
             "accelerator.clip_grad_norm_ for torch.nn.utils.clip_grad_norm_, and gradient hooks "
@@ -170,7 +170,7 @@ class PreparedModel:
                 make, batch, self._form, self.model, self._short_rows(), options, ranks
             )
             if is_main:
-                tell_plan(self.job, example, rows)
+                tell_plan(self.job)
         if accelerator.checkpoint is not None:
             self.job.resume(accelerator.checkpoint)
 

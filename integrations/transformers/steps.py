@@ -243,8 +243,8 @@ class StepsByJob(Host):
         assert self._form is not None
         listeners = self._listeners()
         is_main, rows = self.is_world_process_zero(), self._form.rows
-        shown = batch[0] if isinstance(batch, list) else self._form.repeat(batch)
         if is_main:
+            shown = batch[0] if isinstance(batch, list) else self._form.repeat(batch)
             tell_planning(self.model, self.hardware, shown, rows)
         if isinstance(batch, list):
             job = self._compile(self._fill(batch))
@@ -255,7 +255,7 @@ class StepsByJob(Host):
             )
         self._run.enter_context(job)
         if is_main:
-            tell_plan(job, shown, rows)
+            tell_plan(job)
         if self._checkpoint is not None:
             job.resume(Path(self._checkpoint) / FOLDER)
         broadcast = self._run.enter_context(telling(Broadcast(job, listeners)))

@@ -38,7 +38,7 @@ class _WithoutReference(RowSteps):
         return self.max_length or longest_column(self._datasets(), self.columns, None)
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
-        found = {}
+        found: RowBatch = {}
         for side in SIDES:
             own = {part: inputs[f"{side}_{part}"] for part in PARTS}
             rows = pad_rows(own, self._row_length, self.processing_class.pad_token_id)

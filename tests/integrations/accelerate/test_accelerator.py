@@ -231,7 +231,7 @@ def test_accelerate_launch_of_an_unchanged_script(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     start = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     told = []
-    for extra in ([], ["-m", "penstock.integrations.launch", "--hardware", "cpu"]):
+    for extra in ([], ["-m", "penstock.integrations.launch", "--hardware", "cpu", "--set", "memory=1GB"]):
         ran = subprocess.run([*start, *extra, str(script)], capture_output=True, text=True, timeout=300, check=False)
         assert ran.returncode == 0, ran.stderr[-2000:]
         told.append(next(line for line in ran.stdout.splitlines() if line.startswith("LOSSES")).split())
