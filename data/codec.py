@@ -20,6 +20,7 @@ SETTINGS = (
     "added_tokens.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",  # of older processors
     "preprocessor_config.json",
     "processor_config.json",
 )

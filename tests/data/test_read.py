@@ -143,6 +143,15 @@ def test_tools_of_sharegpt(is_json: bool, tmp_path: Path) -> None:
     assert ids[found.rows.columns["attention_mask"][0] == 1].tolist() == codec.encode(whole)
 
 
+def test_a_named_column_that_some_rows_lack(tmp_path: Path) -> None:
+    rows = [{"messages": TALK, "before": "four"}, {"messages": TALK}]
+    found = read(tmp_path, rows, codec_with(MARKED), sequence=48, columns={"system": "before"})
+    lengths = [sum(mask) for mask in column(found, "attention_mask")]
+    assert lengths[0] > lengths[1]
+    with pytest.raises(PlanError, match='--column system=befor: no row has a column "befor"; the last has messages'):
+        read(tmp_path, rows, codec_with(MARKED), sequence=48, columns={"system": "befor"})
+
+
 @pytest.mark.parametrize("name", ["tools", "tool_calls"])
 def test_functions_that_a_template_leaves_out(name: str, tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
