@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...ir.documents import read_json
 from ...ir.errors import PlanError
+from ...runtime.quantised.libraries import why_missing
 from ...runtime.state.weight_files import open_files
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type: theirs
@@ -85,7 +86,7 @@ def library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise PlanError("GGUF is written by the library gguf: pip install 'penstock[gguf]'") from error
+        raise PlanError(f"GGUF is written by the library gguf, which is {why_missing('gguf', error, 'gguf')}") from error
     return gguf
 
 
