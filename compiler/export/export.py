@@ -12,7 +12,7 @@ from ...ir.documents import read_json
 from ...ir.errors import PlanError
 from ...runtime.state.wrapped import PEFT, is_a, module_to_save
 from ..models.named import cached_directory
-from .gguf_file import library, require_known, write_gguf
+from .gguf_file import library, require_known, require_type, write_gguf
 
 GGUF_FILE = "model.gguf"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -46,7 +46,8 @@ def require_exportable(model: Any, merge: bool, gguf: str | None) -> None:
     if is_a(saved, PEFT) and not merge:
         raise PlanError("export(gguf=...): a file of GGUF has the whole model; give merge=True")
     config: Any = getattr(saved, "config", None)
-    require_known(config.to_dict() if hasattr(config, "to_dict") else {}, gguf)
+    require_type(gguf)
+    require_known(config.to_dict() if hasattr(config, "to_dict") else {})
     library()
 
 

@@ -277,7 +277,7 @@ def test_mistakes(rows: list[dict[str, Any]], wishes: dict[str, Any], said: str,
     [
         ([{"role": "robot", "content": "x"}], "message 1: the role 'robot'; allowed are system"),
         ([{"role": "user"}], 'message 1: its "content" is'),
-        ([{"role": "user", "content": [{"type": "video"}]}], "message 1: a part of its \"content\" is .*video"),
+        ([{"role": "user", "content": [{"type": "video"}]}], 'message 1: a part of its "content" is .*video'),
         ([{"from": "function_call", "value": "{"}], "message 1: its function_call is not JSON"),
         ([{"from": "function_call", "value": "[1]"}], "message 1: its function_call is '.1.', allowed: a list of obj"),
         ([{"from": "function_call", "value": "{}"}], "message 1: .* names no function"),
