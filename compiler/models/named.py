@@ -330,8 +330,8 @@ def find_model(
     if first.lower().endswith(".gguf"):
         near = ", ".join(near_names(Path(first).stem)) or "Qwen/Qwen3-8B"
         raise PlanError(
-            f"model {name!r}: a file of GGUF is for llama.cpp; name the model that it was made from, such as {near}, or "
-            "a directory with a config.json and safetensors"
+            f"model {name!r}: a file of GGUF is for llama.cpp; name the model that it was made from, such as {near}, "
+            "or a directory with a config.json and safetensors"
         )
     if not download and not _is_here(first):
         first, base = _whole(first, base, choice is not None)
