@@ -201,8 +201,8 @@ def read_config(path: Path) -> dict[str, Any]:
             take(section, {key: value for key, value in values.items() if key in SECTIONS[section]}, lines)
         elif values is not None:
             problems.append(
-                f"{path}{_line_text(lines, section)}: {section} is {values!r}, allowed: keys with values below it, such "
-                f"as `{_example(section, values)}`"
+                f"{path}{_line_text(lines, section)}: {section} is {values!r}, allowed: keys with values below it, "
+                f"such as `{_example(section, values)}`"
             )
     if problems:
         raise PlanError("\n".join(problems))
