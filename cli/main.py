@@ -40,7 +40,6 @@ app = typer.Typer(
 )
 
 
-
 def print_version(wanted: bool) -> None:
     """Print the versions that a report of a fault needs."""
     if not wanted:
