@@ -37,6 +37,7 @@ from .check.first_rows import compare_first_rows
 from .check.release import check_release
 from .folder import Folder, Settings, print_all, print_counts
 from .graphs import Graphs
+from .job.forms import why_one_form
 from .job.job import Job
 from .job.together import planned_once
 from .packing.borders import has_positions, open_border
@@ -110,10 +111,8 @@ def compile(
         request, graphs, wishes, rows, result = _find(request)
         best = result.best
         folder, trust = _folder(request, graphs, result, rows)
-        folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
-    notes = [*best.draft.graph.notes, unquantised_note(request.model), request.unpacked, _coupling_warning(folder)]
-    _tell(request, notes)
+    _tell(request, folder, best.draft.graph.notes)
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
         replanner=Replanner(
@@ -274,6 +273,7 @@ def _folder(request: Request, graphs: Graphs, result: SearchResult, rows: RowFac
     )
     own, imports = print_all(draft, best.evaluation, plan), Imports()
     counts = print_counts(loss, picks[0], imports)
+    settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     folder = Folder(plan, request.machine, own.interface, settings, own.files, own.smaller, counts, own.constants)
     return folder, own.trust.union(imports.trust())
 
@@ -287,9 +287,10 @@ def _model_name(model: nn.Module) -> str:
     return f"{name}, {params / 1e9:.4g} B parameters" if params >= 1e9 else f"{name}, {params / 1e6:.1f} M parameters"
 
 
-def _tell(request: Request, notes: Sequence[str]) -> None:
-    """Warn the caller of `compile` of what was understood, not asked for."""
-    shape, made = request.batch.shape, [] if request.prologue is None else request.prologue.names
+def _tell(request: Request, folder: Folder, notes: Sequence[str]) -> None:
+    """Warn the caller of `compile` of what was understood, not asked for. `notes`: those of the trace."""
+    shape, prologue = request.batch.shape, request.prologue
+    made = [] if prologue is None else prologue.names
     for name, each in shape.wide.items():
         if name in made:
             continue
@@ -298,5 +299,7 @@ def _tell(request: Request, notes: Sequence[str]) -> None:
             "its rows, in order",
             stacklevel=4,
         )
-    for note in filter(None, notes):
+    reads = "" if prologue is None else prologue.note(why_one_form(folder))
+    found = [*notes, reads, unquantised_note(request.model), request.unpacked, _coupling_warning(folder)]
+    for note in filter(None, found):
         warnings.warn(note, stacklevel=4)

@@ -107,8 +107,10 @@ class Replanner:
         return PrintedForm(graphs.prologue, printed, counts)
 
     def _search(self, graphs: AnyGraphs, plan: Plan | None = None) -> CompiledCandidate:
-        options = dataclasses.replace(self.wishes.options, profiler=None)
-        wishes = dataclasses.replace(self.wishes, options=options, decided=plan or self.plan, dump=None)
+        decided, options = plan or self.plan, dataclasses.replace(self.wishes.options, profiler=None)
+        wishes = dataclasses.replace(
+            self.wishes, options=options, decided=decided, micro_batches=decided.micro_batches, dump=None
+        )
         with planning():
             return search(graphs, self.machine, wishes).best
 

@@ -245,7 +245,6 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         found = op_graph(recorder.graph, inputs, nodes)
         if options.made:
             read_made_inputs(found, recorder.prologue, options.made)
-            found.notes += (prologue_note(options),)
         return found
     traced = TracedRows(recorder.graph, recorder.rows, items)
 
@@ -259,15 +258,6 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
     found = op_graph(graph, inputs, {name: copies[node] for name, node in nodes.items()})
     found.at_inputs = graph_at
     return found
-
-
-def prologue_note(options: TraceOptions) -> str:
-    made = ", ".join(each.name for each in options.made if each.dim is not None)
-    return (
-        f"forward reads the values of {', '.join(sorted(options.lent))}: what it makes of them "
-        f"{f'comes in as {made}, which the host makes' if made else 'the host makes again, and compares,'} before each "
-        "step; batches of other sizes, such as images, are captured as they come (docs/promises.md)"
-    )
 
 
 def _notes(recorder: Recorder, inputs: TraceInputs) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...graph.loss_terms import NUM_ITEMS
-from ...graph.opgraph import OpGraph, build_module, value_tensors
+from ...graph.opgraph import OpGraph, build_module, is_check, value_tensors
 from ...ir.errors import BatchError, CaptureError
 from ...ir.units import format_bytes
 from ...runtime.forced_eager import forced_eager
@@ -229,6 +229,9 @@ class _Comparison:
         if eager.failure is not None:
             return [f"in eager it ends in {_first_line(eager.failure)}"]
         if graph.failure is not None:
+            text = str(graph.failure).splitlines()[:1]
+            if any(is_check(node) and [*node.args[1:2]] == text for node in self.graph.nodes):
+                raise CaptureError(f"{text[0]} (found on the first rows of example_inputs)")
             return [f"the graph ends in {_first_line(graph.failure)}"]
         is_low = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in _tensors(self.model))
         loss_limit, gradient_limit, _ = LOW_LIMITS if is_low else LIMITS["fp32"]

@@ -26,8 +26,11 @@ from ...ir.verify import verify
 from ...runtime import scratch
 from ...runtime.processes.driver import Driver
 from ...runtime.processes.setup import RunSetup
+from ...runtime.processes.torchrun import TorchrunDriver
 from ..batches.shape import BatchShape, flatten, program_inputs
 from ..capture.prologue.prologue import Prologue
+from ..folder import Folder
+from ..packing.limit import DocumentLimit
 from ..replanner import Replanner
 from .any_size import MicroBatch, is_listed
 from .counts import part_of
@@ -68,6 +71,22 @@ class KnownForm:
         return leaves
 
 
+def why_one_form(folder: Folder) -> str:
+    """What keeps the devices of a job to micro-batches of the example's form; "" for nothing."""
+    interface = folder.interface
+    reasons = {
+        "torchrun": TorchrunDriver.is_present(),
+        "asynchronous training": interface.asynchronous,
+        "cuda_graphs=True": interface.cuda_graphs,
+        "compile_stages=True": folder.settings.compile_stages,
+        "teams of devices": interface.team > 1,
+        "lanes that have shares of different sizes": bool(interface.smaller_shares),
+        "buffers that forward changes": any(x.changing_buffers or x.exchanges for x in interface.stages.values()),
+        "packed documents": DocumentLimit.from_plan(folder.plan) is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
 class Forms:
     """The forms of a job. `shape`: of its example, with what its prologue makes."""
 
@@ -87,12 +106,7 @@ class Forms:
     @staticmethod
     def find(run: JobRun, replanner: Replanner | None) -> Forms | None:
         """The forms of a job whose devices can run several; None for any other job."""
-        settings, interface = run.folder.settings, run.folder.interface
-        if replanner is None or replanner.prologue is None or run.feed.device is not None:
-            return None
-        changing = any(spec.changing_buffers or spec.exchanges for spec in interface.stages.values())
-        fixed = interface.asynchronous or interface.cuda_graphs or interface.team > 1 or interface.smaller_shares
-        if changing or fixed or settings.compile_stages:
+        if replanner is None or replanner.prologue is None or why_one_form(run.folder):
             return None
         return Forms(run, replanner, replanner.prologue, run.feed.shape)
 

@@ -55,7 +55,7 @@ class StepInputs:
         self._counters: dict[Path | None, BatchCounts] = {}  # by the folder of a form
         self._picks: dict[Path | None, PickCheck] = {}
         self.documents = DocumentLimit.from_plan(folder.plan)
-        self.forms = forms if self.documents is None else None
+        self.forms = forms
 
     def for_step(self, batch: Any) -> dict[str, Tensor]:
         """The inputs of a step. A batch that is refused counts as well, as its loader has handed it out."""

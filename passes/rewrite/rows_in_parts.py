@@ -54,8 +54,8 @@ class RowsInParts(GraphPass):
 
 
 def device_room(draft: Draft) -> int:
-    """The bytes of the smallest device."""
-    return min(device.budget_bytes for device in draft.machine.devices)
+    """The bytes of the smallest device; one of a device without any, so that a share of them is more than none."""
+    return max(1, min(device.budget_bytes for device in draft.machine.devices))
 
 
 def refused_by_optimizer(draft: Draft, name: str, value: nn.Parameter) -> str:

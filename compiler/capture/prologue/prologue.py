@@ -143,6 +143,16 @@ class Prologue:
         """The inputs that it makes."""
         return [each.name for each in self.inputs if each.dim is not None]
 
+    def note(self, why_one_form: str) -> str:
+        """What a user is told. `why_one_form`: why batches of other sizes cannot be captured; "" if they can."""
+        sizes = "batches of other sizes, such as images, are captured when they first come (docs/promises.md)"
+        if why_one_form:
+            same = "the example's sizes (the same number of images a row, all of one size)"
+            sizes = f"with {why_one_form}, all batches must have {same}"
+        made = ", ".join(self.names)
+        how = f"comes in as {made}, which the host makes" if made else "the host makes again, and compares,"
+        return f"forward reads the values of {self._reads_text}: what it makes of them {how} before each step; {sizes}"
+
     def add(self, batch: Mapping[str, Any], count: int, total: int) -> dict[str, Any]:
         """The batch, with what the prologue makes of each of its `count` micro-batches, of which a whole batch has
         `total`. Raises `BatchError` for a batch of which forward would make another program."""

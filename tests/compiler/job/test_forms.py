@@ -137,6 +137,25 @@ def test_rows_of_other_lengths() -> None:
         assert_trains_like_eager(job, [longer, [batch_of(SMALL, SMALL, seed=3)] * 2])
 
 
+class Axes(Seeing):
+    """Makes places whose first dimension is no row's, as Qwen2-VL does."""
+
+    def axes(self, ids: Tensor) -> Tensor:
+        places = self.count(ids)
+        return torch.stack([places, places // 2, places * 0])
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        places = self.places(self.axes(batch["ids"])).sum(0)
+        found = super().forward(**batch)
+        return {**found, "loss": found["loss"] + places.square().mean()}
+
+
+@pytest.mark.parametrize("micro_batches", ["auto", 2])
+def test_places_whose_first_dimension_is_of_no_row(micro_batches: int | str) -> None:
+    with job_of(batch_of(SMALL, SMALL), model=Axes(), micro_batches=micro_batches) as job:
+        assert_trains_like_eager(job, [batch_of(WIDE, WIDE, seed=1), batch_of(SMALL, SMALL, seed=2)])
+
+
 def test_a_list_is_not_cut_anew() -> None:
     """Its micro-batches together have the shapes of the example's, and each has other ones."""
     uneven = [batch_of(HIGH, HIGH, seed=1), batch_of(((1, 2),), ((1, 2),), seed=2)]
@@ -151,6 +170,36 @@ def test_a_form_is_captured_once_and_told() -> None:
             job.step([batch_of(SMALL, SMALL, seed=seed), batch_of(HIGH, SMALL, seed=seed)])
     (found,) = [str(each.message) for each in told]
     assert "pixels [10, 6], grid [[3, 2], [2, 2]]" in found and "of the 2 forms" in found
+
+
+class Counting(Seeing):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, **batch: Tensor) -> dict[str, Any]:
+        self.calls += batch["labels"].float().mean()
+        return super().forward(**batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        (Seeing, {}, "other sizes, such as images, are captured when they first come"),
+        (Seeing, {"compile_stages": True}, "with compile_stages=True, all batches must have the example's sizes"),
+        (Counting, {}, "with buffers that forward changes, all batches must"),
+    ],
+)
+def test_compile_says_what_becomes_of_other_sizes(model: type[Seeing], options: dict[str, Any], told: str) -> None:
+    example, hardware = batch_of(SMALL, SMALL), penstock.Hardware.cpu(1, memory="256MB")
+    with pytest.warns(UserWarning, match=f"reads the values of grid, ids: .*{told}"):
+        given = {**OPTIONS, **options, "strategy": "balanced", "micro_batches": 1}
+        job = penstock.compile(model(), hardware, example_inputs=example, **given)
+    if options or model is Counting:
+        with job, pytest.raises(BatchError, match="compiled for"):
+            job.step(batch_of(WIDE, WIDE))
 
 
 def test_devices_that_start_again_get_the_forms(tmp_path: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.errors import CaptureError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 PICTURE, ROWS, TOKENS = 7, 4, 5
@@ -67,3 +68,14 @@ def test_a_micro_batch_with_the_places_of_another_is_refused() -> None:
         job.step(batch_of(OTHER))  # three and one in a micro-batch that has four
     with compile_job(Seeing(), 4) as job, pytest.raises(Exception, match="another number of elements than of places"):
         job.step(batch_of(OTHER))
+
+
+def test_more_elements_than_places_are_refused_at_compile_in_their_own_words() -> None:
+    """Eager leaves the last ones over; micro-batches would take others than the whole batch."""
+    few = batch_of([[0], [2], [0], [1]])
+    hardware, options = penstock.Hardware.cpu(1, memory="64MB"), {"example_inputs": few, "optimizer": SGD}
+    with penstock.compile(Seeing(), hardware, micro_batches=1, **options) as job:
+        assert float(job.step(few)) == pytest.approx(float(Seeing.forward(job.model, **few).detach()), rel=1e-5)
+    with pytest.raises(CaptureError, match=r"test_filled\.py:\d+: .*than of places.*micro_batches=1") as refused:
+        penstock.compile(Seeing(), hardware, micro_batches=2, **options)
+    assert "whether it is traced" not in str(refused.value)

@@ -71,6 +71,14 @@ def job_of(model: nn.Module, batch: Any, memory: str = "64MB", num_devices: int 
     )
 
 
+def test_a_device_whose_memory_is_all_reserved_fits_nothing() -> None:
+    model, batch = tagger(rows=64)
+    hardware = penstock.Hardware.from_any("rtx4090").with_(memory=1)
+    assert hardware.devices[0].budget_bytes == 0
+    with pytest.raises(DoesNotFit, match=r"has 0\.00 B"):
+        penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy="balanced", micro_batches=1)
+
+
 @pytest.mark.parametrize("parts", [2, 5])
 def test_an_embedding_in_parts_is_bit_for_bit_the_whole_one(parts: int) -> None:
     """Each row is found in exactly one part, so that no sum has another order; padding's gradient stays zero."""
