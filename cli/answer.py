@@ -14,7 +14,7 @@ from rich.console import Console
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
 from ..compiler.plan import Plan
-from ..compiler.report.answer import LABEL, answer_lines, line, many
+from ..compiler.report.answer import answer_lines, line, many, wrap_lines
 from ..compiler.report.failures import FailureReport, failure_text
 from ..compiler.search.candidate import Candidate
 from ..compiler.search.trial import Trial
@@ -248,9 +248,5 @@ def _short(tokens: float) -> str:
 
 
 def print_answer(screen: Console, lines: list[str]) -> None:
-    """Lines that are too long go on below their text."""
-    import textwrap
-
-    for text in lines:
-        for part in textwrap.wrap(text, screen.width, subsequent_indent=" " * LABEL, break_long_words=False) or [""]:
-            screen.print(part, soft_wrap=True)
+    for text in wrap_lines(lines, screen.width):
+        screen.print(text, soft_wrap=True)

@@ -126,7 +126,12 @@ def compare_tables(rows: Sequence[MachineRow]) -> list[Table]:
 def unpriced_text(rows: Sequence[MachineRow]) -> str:
     """A sentence about machines whose price is blank; empty if there are none."""
     names = [row.machine for row in rows if row.price_dollars is None and row.price_dollars_per_hour is None]
-    return f"no price is known for {', '.join(names)}: give price_dollars in hosts of the document" if names else ""
+    if not names:
+        return ""
+    return (
+        f"no price is known for {', '.join(names)}: `penstock hardware NAME --set price_dollars_per_hour=0.5 --save "
+        "NAME.yaml` writes one, for --hardware NAME.yaml"
+    )
 
 
 def _cells(row: MachineRow) -> tuple[str, ...]:

@@ -201,11 +201,18 @@ def read_config(path: Path) -> dict[str, Any]:
             take(section, {key: value for key, value in values.items() if key in SECTIONS[section]}, lines)
         elif values is not None:
             problems.append(
-                f"{path}{_line_text(lines, section)}: {section} is {values!r}, allowed: keys with values below it"
+                f"{path}{_line_text(lines, section)}: {section} is {values!r}, allowed: keys with values below it, "
+                f"such as `{_example(section, values)}`"
             )
     if problems:
         raise PlanError("\n".join(problems))
     return found
+
+
+def _example(section: str, values: Any) -> str:
+    """A section with a value on one line: the given one below the key of the section's name, where there is one."""
+    key = section if section in SECTIONS[section] else SECTIONS[section][0]
+    return f"{section}: {{{key}: {_value(values if key == section else _keys()[key].default)}}}"
 
 
 def answer_to(key: str) -> str:

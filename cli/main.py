@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
-from .options import AnswerOptions, JobOptions, PlanOptions, TrainOptions, machine, takes
+from .options import AnswerOptions, JobOptions, PlanOptions, TrainOptions, takes
 from .working import working
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
 
 
 def print_version(wanted: bool) -> None:
@@ -329,7 +328,9 @@ def show_hardware(
         return
     if measure and name != "detect":
         raise PlanError(f"--measure times this machine; it goes with `detect`, not with {name!r}")
-    found = machine(name, change, measure=measure)
+    from ..ir.machine.hardware import Hardware
+
+    found = Hardware.typed(name, change, measure)
     if os.environ.get("RANK", "0") != "0":  # of a torchrun, whose first rank tells of all
         return
     print(found.describe())

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,10 +144,12 @@ class JobOptions:
 
     def machines(self) -> list[Hardware]:
         """All machines that were named, each with every --set, --dram and --ssd applied."""
+        from ..ir.machine.hardware import Hardware
+
         changes = [*(self.set or ())]
         if self.dram is not None:
             changes.append(f"dram={_size('dram', self.dram)}")
-        found = [machine(name, changes) for name in self.hardware or ["auto"]]
+        found = [Hardware.typed(name, changes) for name in self.hardware or ["auto"]]
         return found if self.ssd is None else [with_ssds(each, self.ssd) for each in found]
 
     def named_model(self) -> NamedModel:
@@ -446,13 +447,14 @@ class TrainOptions(JobOptions):
         """The request for data in these files. Raises `PlanError` for an unknown kind or wish, with those there are."""
         from ..data.hub import local_paths
         from ..data.spec import DataKind, DataSpec, LongRows
+        from ..ir.machine.spelling import key_and_value
 
         wishes = (("kind", self.kind, get_args(DataKind)), ("long-rows", self.long_rows, get_args(LongRows)))
         for option, value, allowed in wishes:
             if value not in allowed:
                 near = difflib.get_close_matches(value, allowed, 1, 0.0)[0]
                 raise PlanError(f"--{option} {value!r}; allowed are {', '.join(allowed)}; the nearest is {near}")
-        columns = dict(_key_and_value("column", text, "text=body") for text in self.column or ())
+        columns = dict(key_and_value("column", text, "text=body") for text in self.column or ())
         given = {"kind": self.kind, "columns": columns, "sequence": self.sequence, "targets": self.targets}
         given |= {"long_rows": self.long_rows, "pack": self.pack, "split": self.split}
         return DataSpec.model_validate({"paths": local_paths(paths, self.split), **given})
@@ -491,43 +493,6 @@ def with_ssds(hardware: Hardware, text: str) -> Hardware:
     like = hardware.hosts[0].ssds[0].model_dump() if hardware.hosts[0].ssds else STOCK_SSD
     disks = [{**like, "size_bytes": _size("ssd", size), "directory": None} for _ in range(int(count or 1))]
     return hardware.with_(ssds=disks)
-
-
-def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:
-    """The hardware of `--hardware` with every `--set key=value` applied."""
-    from ..ir.machine.hardware import Hardware
-    from ..ir.machine.presets import CopyRates
-    from ..runtime.processes.joint_hardware import detect
-
-    values: dict[str, Any] = {}
-    for change in changes or ():
-        key, text = _key_and_value("set", change, "dram=4TB")
-        values[key] = _plain(text)
-    if name == "cpu":
-        known = list(inspect.signature(Hardware.cpu).parameters)[:-1]  # the last stands for all rates
-        after = known.index("ssd") + 1
-        known[after:after] = CopyRates._fields
-        wrong = [key for key in values if key not in known]
-        if wrong:
-            raise PlanError(f"--set {wrong[0]}: with --hardware cpu there are {', '.join(known)}")
-        return Hardware.cpu(**values)
-    hardware = detect(measure) if name in ("auto", "detect") else Hardware.from_any(name)
-    return hardware.with_(**values) if values else hardware
-
-
-def _key_and_value(option: str, given: str, example: str) -> tuple[str, str]:
-    key, equals, text = given.partition("=")
-    if not equals:
-        raise PlanError(f"--{option} {given!r} is not of the form key=value, such as {example}")
-    return key.strip(), text.strip()
-
-
-def _plain(text: str) -> Any:
-    """The value of a text: numbers, true and false are parsed; anything else, like 4TB, stays text."""
-    try:
-        return json.loads(text.lower())
-    except json.JSONDecodeError:
-        return text
 
 
 @dataclass

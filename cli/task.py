@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..compiler.export.gguf_file import library, require_known
+from ..compiler.export.gguf_file import library, require_known, require_type
 from ..compiler.job.job import Job
 from ..compiler.models.named import SEES, NamedModel, find_model
 from ..compiler.planning import rare_collections
@@ -23,7 +23,7 @@ from ..data.rows import Rows
 from ..data.streamed import StreamedRows
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
-from .best import LOWER_IS_BETTER
+from .best import LOWER_IS_BETTER, BestSoFar
 from .options import TrainOptions
 from .schedule import schedule
 
@@ -61,23 +61,27 @@ class TrainingTask:
         return self.rows.take([i % len(self.rows) for i in range(batch)])
 
 
-def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
-    """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit; what
-    needs no data is looked at first."""
+def require_wishes(options: TrainOptions) -> None:
+    """Raise `PlanError` for options that do not go together. Neither the model nor the data is read."""
     if not options.data:
         raise PlanError("name the data to train on: --data FILE.txt, FILE.jsonl, FILE.parquet, a folder or OWNER/NAME")
-    schedule(options.schedule, 0)
+    schedule(options.schedule, 0, _warmup(options, 0))
     options.optimizer_partial()
     if options.merge and options.adapter is None:
         raise PlanError("--merge without --adapter: there is nothing to merge, and the whole model is saved as it is")
-    if options.gguf is not None and options.adapter is not None and not options.merge:
-        raise PlanError("--gguf with --adapter: a file of GGUF has the whole model; give --merge, too")
+    if options.gguf is not None:
+        require_type(options.gguf)
+        if options.adapter is not None and not options.merge:
+            raise PlanError("--gguf with --adapter: a file of GGUF has the whole model; give --merge, too")
+        library()
     if options.eval_every and not (options.eval_data or options.eval_fraction):
         raise PlanError("--eval-every: no rows are held out to evaluate on; give --eval-data or --eval-fraction")
     if options.patience and not options.eval_every:
         raise PlanError("--patience: evaluations count, and there are none; give --eval-every")
     if options.best_by not in LOWER_IS_BETTER:
         raise PlanError(f"--best-by {options.best_by!r}; allowed are {', '.join(LOWER_IS_BETTER)}")
+    if options.best_by != BestSoFar.by and not options.eval_every:
+        raise PlanError(f"--best-by {options.best_by}: without evaluations there is no best model; give --eval-every")
     if options.eval_data and options.eval_fraction:
         raise PlanError("--eval-data and --eval-fraction: rows are held out by one of them")
     both = {path.resolve() for path in options.data} & {path.resolve() for path in options.eval_data or ()}
@@ -91,6 +95,10 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
             f"--split {options.split}: no --data is a folder that `datasets` saved with several splits, or a name on "
             "the hub"
         )
+
+
+def _find_model(options: TrainOptions) -> NamedModel:
+    """The model. Raises `PlanError` for a model that reads no text, and for options that it cannot keep."""
     named = options.named_model()
     item = named.items(options.batch, options.sequence)[1]
     if item != "token":
@@ -100,11 +108,19 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
             "hardware, example_inputs=...) from Python, and job.step with each batch"
         )
     if options.gguf is not None:
-        require_known(named.config.to_dict(), options.gguf)
-        library()
+        if named.head != "causal-lm":
+            raise PlanError(f"--gguf: written for models with the head causal-lm, and {options.model} has {named.head}")
+        require_known(named.config.to_dict())
     named.check_sequence(options.sequence)
     if options.image_size is not None and named.head != SEES:
         raise PlanError(f"--image-size {options.image_size}: {options.model} reads text alone; leave it out")
+    return named
+
+
+def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
+    """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit; the model
+    is looked at before the data."""
+    named = _find_model(options)
     codec = Codec.read(named.directory, named.head == SEES, options.size_of_images)
     if named.head == SEES and codec.processor is None:
         raise PlanError(f"{options.model} sees, and has no processor here: name a directory that has one, too")
@@ -112,6 +128,7 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
         if options.gguf is not None:
             raise PlanError(f"--gguf: {options.model} comes with no tokenizer, which llama.cpp needs in the file")
         screen.print(f"{options.model} comes with no tokenizer: the bytes of the text are its tokens")
+    assert options.data is not None
     spec = options.data_spec(options.data)
     if options.streaming:
         return _prepare_stream(options, named, codec, StreamedRows(spec, codec, named.head), screen)

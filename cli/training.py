@@ -47,7 +47,7 @@ from .best import BestSoFar
 from .config import FILE, config_text
 from .interruptible import interruptible
 from .options import TrainOptions
-from .task import COUNTED, TrainingTask, compile_task, prepare
+from .task import COUNTED, TrainingTask, compile_task, prepare, require_wishes
 from .working import working
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
@@ -75,6 +75,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
     is_main = own_device() == 0
     if not is_main:
         screen = Console(markup=False, emoji=False, quiet=True)
+    require_wishes(options)
     _require_writable(options.out)
     last = find_latest(options.out / "checkpoint")
     if options.elastic:
@@ -83,14 +84,14 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         raise PlanError(f"{options.out} holds a checkpoint; --resume goes on from it, another --out begins anew")
     if last is None and options.resume:
         raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
+    planned = options.with_offer()
+    hardware = planned.machine()
+    require_kind_of_machine(hardware)
     with ExitStack() as pages:
         if is_main:
             options.out.mkdir(parents=True, exist_ok=True)
             pages.callback(Lock(options.out / ".running", f"--out {options.out}: one run at a time writes there").drop)
         listeners = _listeners(options, screen, pages) if is_main else []
-        planned = options.with_offer()
-        hardware = planned.machine()
-        require_kind_of_machine(hardware)
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
             job = compile_task(planned, task, hardware)

@@ -113,7 +113,7 @@ def encode_chat(
     Which tokens are the assistant's the template says by `{% generation %}`, or else the difference that a turn makes.
     Raises `PlanError` for a template that refuses these messages, leaves calls out, or rewrites earlier turns.
     """
-    _require_calls(messages, codec, where, tools)
+    require_calls(messages, codec, where, tools)
     if MARK.search(codec.tokenizer.get_chat_template()):
         return _encode_marked_turns(messages, codec, where, tools)
     given = {} if tools is None else {"tools": tools}
@@ -127,11 +127,12 @@ def encode_chat(
     return {"input_ids": ids, "labels": _mask_labels(ids, mask)}
 
 
-def _require_calls(
+def require_calls(
     messages: list[ChatMessage], codec: Codec, where: str, tools: list[dict[str, Any]] | None = None
 ) -> None:
     """Raise `PlanError` where the template would leave out functions or their calls without a word."""
-    template = codec.tokenizer.get_chat_template(tools=tools)
+    own = codec.processor and codec.processor.chat_template
+    template = str(own or codec.tokenizer.get_chat_template(tools=tools))
     calls = any(message.get("tool_calls") for message in messages)
     for is_there, name in ((tools, "tools"), (calls, "tool_calls")):
         if is_there and name not in template:
@@ -165,7 +166,7 @@ def _encode_marked_turns(
 
 def encode_reply(prompt: list[ChatMessage], reply: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
     """As `encode_chat`, with the loss on the reply alone."""
-    _require_calls([*prompt, *reply], codec, where)
+    require_calls([*prompt, *reply], codec, where)
     ids = _apply(codec, [*prompt, *reply], where)["input_ids"]
     first = len(_prefix(codec, prompt, ids, where, add_generation_prompt=True)) if prompt else 0
     return {"input_ids": ids, "labels": [IGNORED] * first + ids[first:]}

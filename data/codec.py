@@ -9,20 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..compiler.models.hub import SETTINGS, TOKENIZER_FILES
 from ..ir.errors import PlanError
 
 NUM_BYTES = 256
 VISION = "torchvision"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
-SETTINGS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
 
 Encode = Callable[[str], list[int]]  # text to token ids
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.errors import PlanError
+from ..runtime.quantised.libraries import why_missing
 
 SPLITS = "dataset_dict.json"
 SAVED = ("state.json", SPLITS)  # what `save_to_disk` leaves
@@ -194,7 +195,7 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise PlanError(f"{path}: pyarrow is not installed; pip install 'penstock[data]'") from error
+        raise PlanError(f"{path}: pyarrow is {why_missing('pyarrow', error, 'data')}") from error
     return pyarrow
 
 
@@ -203,7 +204,7 @@ def require_datasets(path: Path) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise PlanError(f"{path}: datasets is not installed; pip install 'penstock[data]'") from error
+        raise PlanError(f"{path}: datasets is {why_missing('datasets', error, 'data')}") from error
     return datasets
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 
 from ..compiler.packing.documents import IGNORED
 from ..ir.errors import PlanError
-from .chat import REFUSED, ChatMessage
+from .chat import REFUSED, ChatMessage, messages_of, require_calls
 from .codec import Codec
+from .files import Record
 
 PLACE = "<image>"  # of an image, in texts of ShareGPT's files
 Tools = list[dict[str, Any]] | None
@@ -25,8 +26,10 @@ def encode_images(
     """Token ids, labels and types of tokens as lists, and what the processor makes of images as tensors.
 
     given: the images that parts {"type": "image"} and texts with "<image>" stand for, in order; folder: of paths.
-    Raises `PlanError` for another number of them, for one that cannot be read, and for a template that rewrites turns.
+    Raises `PlanError` for another number of them, for an image that cannot be read, and for a template that rewrites
+    turns or leaves functions out.
     """
+    require_calls(messages, codec, where, tools)
     images = iter(given if isinstance(given, list) else [] if given is None else [given])
 
     def read(own: Any) -> dict[str, Any]:
@@ -50,12 +53,28 @@ def encode_images(
     return {"input_ids": ids, "labels": labels, **whole}
 
 
+def image_files(record: Record, columns: Mapping[str, str]) -> Iterator[Path]:
+    """The files that a chat names as its images."""
+    messages = messages_of(record.values[columns["messages"]], record.where, with_images=True)
+    given = record.values[columns["images"]] if "images" in columns else []
+    images = given if isinstance(given, list) else [given]
+    contents = (message["content"] for message in messages if isinstance(message["content"], list))
+    for image in (*images, *(_own_image(part) for content in contents for part in content)):
+        path = image.get("path") if isinstance(image, dict) and image.get("bytes") is None else image
+        if isinstance(path, str):
+            yield record.folder / path
+
+
+def _own_image(part: dict[str, Any]) -> Any:
+    """The image that a part holds itself; None for another part."""
+    return next((part[name] for name in OWN if part.get(name) is not None), None)
+
+
 def _parts(message: ChatMessage, read: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
     """The parts of a message, each with its image or text."""
     content = message["content"]
     if isinstance(content, list):
-        own = [next((part[name] for name in OWN if part.get(name) is not None), None) for part in content]
-        return [read(image) if part["type"] == "image" else part for part, image in zip(content, own)]
+        return [read(_own_image(part)) if part["type"] == "image" else part for part in content]
     found: list[dict[str, Any]] = []
     texts = content.split(PLACE)
     for number, text in enumerate(texts):

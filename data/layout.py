@@ -45,8 +45,8 @@ def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, in
     """One row per example. Token ids get a mask, in which an example without tokens has one, as attention to nothing is
     undefined; labels are ignored where there are none. Tensors are those of images."""
     columns: dict[str, Tensor] = {}
-    for name in examples[0]:
-        if isinstance(examples[0][name], Tensor):
+    for name in names_of(examples):
+        if any(isinstance(example.get(name), Tensor) for example in examples):
             columns[name] = _stack([example.get(name) for example in examples], name)
             continue
         is_ids = name.endswith("input_ids")
@@ -54,8 +54,9 @@ def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, in
         rows = torch.full((len(examples), lengths[name]), filler)
         mask = torch.zeros_like(rows)
         for number, example in enumerate(examples):
-            count = len(example[name])
-            rows[number, :count] = torch.tensor(example[name], dtype=torch.long)
+            values = example.get(name, [])
+            count = len(values)
+            rows[number, :count] = torch.tensor(values, dtype=torch.long)
             mask[number, : max(count, 1)] = 1
         columns[name] = rows
         if is_ids:
@@ -63,16 +64,19 @@ def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, in
     return Rows(columns)
 
 
+def names_of(examples: Sequence[Example]) -> list[str]:
+    """The names of all values; a row without images lacks those of images."""
+    return list(dict.fromkeys(name for example in examples for name in example))
+
+
 def _stack(tensors: list[Tensor | None], name: str) -> Tensor:
     """The images of all rows, [rows, ...]. Raises `PlanError` where rows differ in number or size of these."""
-    first = tensors[0]
-    assert first is not None
-    for number, tensor in enumerate(tensors, start=1):
-        if tensor is None or tensor.shape != first.shape:
-            found = "none" if tensor is None else list(tensor.shape)
+    first, *others = ("none" if tensor is None else str(list(tensor.shape)) for tensor in tensors)
+    for number, found in enumerate(others, start=2):
+        if found != first:
             raise PlanError(
-                f"row {number}: its images are {found} as {name}, those of the first row {list(first.shape)}; allowed "
-                "are the same number of images in each row, all of one size, as --image-size 448 makes them"
+                f"row {number}: its images are {found} as {name}, those of the first row {first}; allowed are the same "
+                "number of images in each row, all of one size, as --image-size 448 makes them"
             )
     return torch.stack([tensor for tensor in tensors if tensor is not None])
 

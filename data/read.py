@@ -14,8 +14,9 @@ from .cache import key_of, load_or_make
 from .codec import Codec
 from .encode import ENCODERS, Example, label_of
 from .files import hash_of, read_records
+from .images import image_files
 from .kinds import columns_of, kind_of
-from .layout import classes_of, packed_rows, padded_rows, stream_rows
+from .layout import classes_of, names_of, packed_rows, padded_rows, stream_rows
 from .lengths import Lengths
 from .rows import Rows
 from .spec import DataSpec
@@ -39,9 +40,19 @@ def read_rows(spec: DataSpec, codec: Codec, head: str, first_position: int = 0) 
     """
     _, said = look(spec, head)
     wishes = spec.model_dump_json(exclude={"paths"})
-    key = key_of(hash_of(spec.paths), codec.fingerprint, wishes, head, str(first_position))
+    hashes = (hash_of(spec.paths), _hash_of_images(spec, codec), codec.fingerprint)
+    key = key_of(*hashes, wishes, head, str(first_position))
     found = load_or_make(key, lambda: _plain(_make_rows(spec, codec, head, first_position)))
     return DataRows(found["kind"], Rows(found["columns"]), [*said, *found["said"]], found["classes"])
+
+
+def _hash_of_images(spec: DataSpec, codec: Codec) -> str:
+    """A hash of the images that chats name by their paths; "" for a model that reads text alone."""
+    if codec.processor is None:
+        return ""
+    records = read_records(spec.paths, spec.split)
+    files = (file for record in records for file in image_files(record, columns_of(record, "chat", spec.columns)))
+    return hash_of(file for file in files if file.is_file())
 
 
 def _plain(made: DataRows) -> dict[str, Any]:
@@ -50,20 +61,24 @@ def _plain(made: DataRows) -> dict[str, Any]:
 
 def examples_of(spec: DataSpec, codec: Codec, head: str, lengths: Lengths) -> Iterator[tuple[str, Example, str | None]]:
     """Kind, example and class of each record that is kept."""
-    records = read_records(spec.paths, spec.split)
-    kind = ""
-    for record in records:
+    kind, unseen = "", dict(spec.columns)
+    record = None
+    for record in read_records(spec.paths, spec.split):
         if not kind:
             kind = kind_of(record, spec.kind, head, spec.columns)
             _require_room(spec, kind, head)
         columns = columns_of(record, kind, spec.columns)
+        unseen = {name: column for name, column in unseen.items() if name not in columns}
         label = label_of(record, columns) if kind == "classification" else None
-        example = ENCODERS[kind](record, {**spec.columns, **columns}, codec)
+        example = ENCODERS[kind](record, columns, codec)
         lengths.keep_last = kind in ("classification", "seq2seq") and not codec.is_bytes
         is_cut_later = lengths.wish == "truncate" if spec.pack else kind == "text"  # into pieces, or as one stream
         kept = example if is_cut_later else lengths.fit(example, record.where)
         if kept is not None:
             yield kind, kept, label
+    for name, column in unseen.items() if record is not None else ():
+        there = ", ".join(record.values)
+        raise PlanError(f'--column {name}={column}: no row has a column "{column}"; the last has {there}')
 
 
 def _require_room(spec: DataSpec, kind: str, head: str) -> None:
@@ -89,7 +104,7 @@ def _make_rows(spec: DataSpec, codec: Codec, head: str, first_position: int) -> 
         return DataRows(kind, rows, [packing, *said])
     if kind == "text":
         return DataRows(kind, stream_rows(examples, codec, spec.sequence), said)
-    rows = padded_rows(examples, codec, {name: _length(name, examples, spec, kind) for name in examples[0]})
+    rows = padded_rows(examples, codec, {name: _length(name, examples, spec, kind) for name in names_of(examples)})
     if kind != "classification":
         return DataRows(kind, rows, said)
     labels = [str(label) for _, _, label in found]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ir.errors import PlanError
 from .codec import Codec
 from .encode import Example
-from .layout import padded_rows
+from .layout import names_of, padded_rows
 from .lengths import Lengths
 from .read import examples_of, look
 from .spec import DataSpec
@@ -46,7 +46,7 @@ class StreamedRows:
 
     def _sizes(self, examples: Sequence[Example]) -> dict[str, int]:
         own = {"labels": self.spec.targets} if self.spec.targets is not None else {}
-        return {name: own.get(name, self.spec.sequence) for name in examples[0]}
+        return {name: own.get(name, self.spec.sequence) for name in names_of(examples)}
 
     def _no_lengths(self) -> Lengths:
         return Lengths(self.spec.sequence, self.spec.long_rows, self.spec.targets)

@@ -31,6 +31,7 @@ from penstock.tests.tiny_weights import (
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 CPU = "penstock.Hardware.cpu(num_devices={}, memory={!r}, dram='2GB')"
+SSD = "penstock.Hardware.cpu(num_devices=1, dram='1MB', ssd='1GB'), strategy='fuyou'"  # whose states are in files
 ONE, TWO = CPU.format(1, "400MB"), CPU.format(2, "200MB")
 # Pages that run with tiny weights, and Python for the cards that they name.
 CARDS: dict[str, dict[str, str]] = {
@@ -43,7 +44,7 @@ CARDS: dict[str, dict[str, str]] = {
     "tutorials/from_unsloth": {"4090": ONE},
     "tutorials/from_axolotl": {},
     "tutorials/troubleshooting": {"auto": ONE},
-    "tutorials/ssd": {},
+    "tutorials/ssd": {"4090": SSD},
 }
 ON_TWO = ["tutorials/two_cards"]
 

@@ -11,18 +11,13 @@ from typing import Any
 from ...ir.documents import read_json
 from ...ir.errors import PlanError
 from ...runtime.state.wrapped import PEFT, is_a, module_to_save
-from ..models.named import cached_directory
-from .gguf_file import library, require_known, write_gguf
+from ..models.hub import SETTINGS, TOKENIZER_FILES, cached_directory
+from .gguf_file import library, require_known, require_type, write_gguf
 
 GGUF_FILE = "model.gguf"
 ADAPTER_CONFIG = "adapter_config.json"
 VLLM_RANK = 16  # of LoRA, without --max-lora-rank
-COPIED = (  # from the base, where the directory lacks them
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
-    "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+COPIED = (*TOKENIZER_FILES, *SETTINGS, "generation_config.json")  # from the base, where the directory lacks them
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,8 @@ def require_exportable(model: Any, merge: bool, gguf: str | None) -> None:
     if is_a(saved, PEFT) and not merge:
         raise PlanError("export(gguf=...): a file of GGUF has the whole model; give merge=True")
     config: Any = getattr(saved, "config", None)
-    require_known(config.to_dict() if hasattr(config, "to_dict") else {}, gguf)
+    require_type(gguf)
+    require_known(config.to_dict() if hasattr(config, "to_dict") else {})
     library()
 
 
@@ -66,7 +62,7 @@ def complete(directory: Path, base: Path | None, gguf: str | None) -> Export:
         if base is not None and (base / name).is_file() and not (directory / name).exists():
             shutil.copy(base / name, directory / name)
     remarks = []
-    if not any((directory / name).is_file() for name in TOKENIZERS):
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         remarks.append(f"{directory} has no tokenizer, which vLLM and llama.cpp need: copy its files there")
     file = None if gguf is None else write_gguf(directory, directory / GGUF_FILE, gguf)
     if (directory / ADAPTER_CONFIG).is_file():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...ir.documents import read_json
 from ...ir.errors import PlanError
+from ...runtime.quantised.libraries import why_missing
 from ...runtime.state.weight_files import open_files
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type: theirs
@@ -39,7 +40,8 @@ def write_gguf(directory: Path, file: Path, kind: str) -> Path:
     """
     gguf = library()
     config = read_json(directory / "config.json")
-    arch = require_known(config, kind)
+    require_type(kind)
+    arch = require_known(config)
     stored = open_files(directory)
     count = config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), count)
@@ -85,16 +87,20 @@ def library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise PlanError("GGUF is written by the library gguf: pip install 'penstock[gguf]'") from error
+        raise PlanError(f"GGUF: its library gguf is {why_missing('gguf', error, 'gguf')}") from error
     return gguf
 
 
-def require_known(config: Config, kind: str) -> str:
-    """The architecture of llama.cpp for a configuration. Raises `PlanError` for an unknown type of matrices, and for a
-    model whose computation this file could not say."""
+def require_type(kind: str) -> None:
+    """Raise `PlanError` for an unknown type of matrices."""
     if kind not in TYPES:
         allowed = ", ".join(TYPES)
         raise PlanError(f"gguf={kind!r}; allowed are {allowed}; llama-quantize of llama.cpp makes smaller files")
+
+
+def require_known(config: Config) -> str:
+    """The architecture of llama.cpp for a configuration. Raises `PlanError` for a model whose computation this file
+    could not say."""
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

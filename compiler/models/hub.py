@@ -8,6 +8,12 @@ from pathlib import Path
 from ...ir.errors import PlanError
 from ...runtime.quantised.libraries import why_missing
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
+SETTINGS = (  # of a tokenizer, and of the processor of a model that sees
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
 
 def cached_directory(name: str) -> Path | None:
     """The model's directory in this machine's cache of the Hugging Face hub; None where the cache does not have it."""

@@ -327,6 +327,12 @@ def find_model(
             raise PlanError(f"model {name!r}: its code says how much dropout it has; change it there")
         return python_model(name, head, num_labels, choice, base or "")
     first, changes = split_changes(name)
+    if first.lower().endswith(".gguf"):
+        near = ", ".join(near_names(Path(first).stem)) or "Qwen/Qwen3-8B"
+        raise PlanError(
+            f"model {name!r}: a file of GGUF is for llama.cpp; name the model that it was made from, such as {near}, "
+            "or a directory with a config.json and safetensors"
+        )
     if not download and not _is_here(first):
         first, base = _whole(first, base, choice is not None)
     fields, directory = _fields(first, download)
@@ -342,6 +348,8 @@ def find_model(
             part.use_cache = False  # training has no use for it, and it changes which attention kernel runs
     named = NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
     named.require_form()
+    if num_labels is not None and not named.head.endswith("classification"):
+        raise PlanError(f"--labels {num_labels}: {name} has no classes as {named.head}; --head classification has them")
     return named
 
 

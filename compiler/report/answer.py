@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -52,6 +53,13 @@ def answer_lines(
 
 def line(label: str, text: str) -> str:
     return f"{label:{LABEL - 1}} {text}"
+
+
+def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
+    """Lines of at most this width; a longer line goes on below its text."""
+    indent = " " * LABEL
+    wrapped = (textwrap.wrap(each, width, subsequent_indent=indent, break_long_words=False) for each in lines)
+    return [part for parts in wrapped for part in parts or [""]]
 
 
 def many(count: int, noun: str, ending: str = "s") -> str:

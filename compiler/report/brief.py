@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 
 from torch import nn
@@ -12,7 +11,7 @@ from ...ir.machine.hardware import Hardware
 from ...runtime.simulate import Timeline
 from ..folder import BatchRow
 from ..plan import Plan
-from .answer import LABEL, answer_lines, line, many
+from .answer import answer_lines, line, many, wrap_lines
 
 WIDTH = 118
 MORE = "explain with full=True (--full): stages, memories, bounds, what would help, rivals, passes"
@@ -40,5 +39,4 @@ def brief_text(
         *answer_lines(model, plan, hardware, stages, (items, item), timeline.bottleneck()),
         *([] if full else [line("more", MORE)]),
     ]
-    wrapped = (textwrap.wrap(each, WIDTH, subsequent_indent=" " * LABEL, break_long_words=False) for each in lines)
-    return "\n".join(part for parts in wrapped for part in parts)
+    return "\n".join(wrap_lines(lines, WIDTH))

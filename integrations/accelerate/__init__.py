@@ -1,11 +1,12 @@
 """Accelerate's loops, whose steps a `Job` takes."""
 
 from ...ir.errors import PlanError
+from ...runtime.quantised.libraries import why_missing
 
 try:
     import accelerate  # noqa: F401
 except ImportError as error:
-    raise PlanError("accelerate is not installed; pip install 'penstock[hf]'") from error
+    raise PlanError(f"PenstockAccelerator: accelerate is {why_missing('accelerate', error)}") from error
 
 from .accelerator import PenstockAccelerator
 

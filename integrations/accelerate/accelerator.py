@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,18 +12,25 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
 from ...ir.errors import PlanError
-from ..transformers.features import PRECISIONS
+from ..transformers.features import LEFT_ASIDE, PRECISIONS
 from .prepared import PreparedModel
 
+logger = logging.getLogger(__name__)
 FOLDER = "penstock"  # the job's part of a saved state
 OTHERS = {  # variables that `accelerate launch` sets by its config, and arguments of `Accelerator`
     "ACCELERATE_USE_FSDP": ("fsdp_plugin", "FSDP", "the plan shards over the devices of hardware="),
     "ACCELERATE_USE_DEEPSPEED": ("deepspeed_plugin", "DeepSpeed", "the plan shards and offloads"),
     "ACCELERATE_USE_MEGATRON_LM": ("megatron_lm_plugin", "Megatron-LM", "the plan chooses the parallelism"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("parallelism_config", "parallelism_config", "the plan chooses it"),
+}
+HANDLERS = {  # attributes of `Accelerator` for `kwargs_handlers` that are left aside: why
+    "ddp_handler": "the plan divides the work",
+    "scaler_handler": "the job scales the loss of fp16",
+    "autocast_handler": "the job computes in the types of mixed_precision",
 }
 
 
@@ -56,6 +64,12 @@ class PenstockAccelerator(Accelerator):
             )
         if self.mixed_precision not in PRECISIONS:
             raise PlanError(f"mixed_precision={self.mixed_precision!r}; use one of {', '.join(PRECISIONS)}")
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            backend = self.state.dynamo_plugin.backend.value
+            logger.warning("dynamo_backend=%r is left aside: %s", backend, LEFT_ASIDE["torch_compile"])
+        for name, reason in HANDLERS.items():
+            if (handler := getattr(self, name, None)) is not None:
+                logger.warning("kwargs_handlers: %s is left aside: %s", type(handler).__name__, reason)
         self.hardware, self.compile_options, self.max_grad_norm = hardware, dict(compile_options or {}), max_grad_norm
         self.prepared: PreparedModel | None = None
         self.checkpoint: Path | None = None
@@ -75,14 +89,14 @@ class PenstockAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if self._optimizers:
             raise PlanError("prepare: a second optimizer; use groups of one, with a learning rate each")
-        self._optimizers.append(SteppedOptimizer(optimizer, device_placement=False))
+        self._optimizers.append(SteppedOptimizer(optimizer, self))
         return self._optimizers[-1]
 
     # --- a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Nothing: the step has been taken. Raises `PlanError` for another loss than the model's."""
-        if self.prepared is None or not self.prepared.is_loss(loss):
+        if self.prepared is None or not self.prepared.accept_loss(loss):
             raise PlanError(
                 "accelerator.backward: the loss is not the one that the prepared model returned, so that the step that "
                 "was taken is not of it; let forward of the model return this loss (a module around it)"
@@ -156,10 +170,16 @@ class PenstockAccelerator(Accelerator):
 class SteppedOptimizer(AcceleratedOptimizer):
     """Holds the groups and rates that the next step of the job has."""
 
+    def __init__(self, optimizer: Any, accelerator: PenstockAccelerator):
+        super().__init__(optimizer, device_placement=False)
+        self._accelerator = accelerator
+
     def step(self, closure: Any = None) -> None:
         """The job has taken the step."""
         if closure is not None:
             raise PlanError("optimizer.step(closure): a Job takes one forward and backward a step; leave it out")
+        if self._accelerator.prepared is not None:
+            self._accelerator.prepared.end_step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """The job keeps no gradients between steps."""

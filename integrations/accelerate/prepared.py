@@ -19,7 +19,7 @@ from ...compiler.job.outputs import Outputs
 from ...compiler.stale import allow_forward
 from ...ir.errors import PlanError
 from ..said import tell_plan, tell_planning
-from ..transformers.batches import BatchForm, count_rows, form_of
+from ..transformers.batches import BatchForm, count_rows, form_of, gather_batch
 from ..transformers.callbacks import SetOptions, set_options
 from ..transformers.evaluation import evaluate, shifts_labels
 from ..transformers.features import PRECISIONS
@@ -27,6 +27,22 @@ from ..transformers.optimizers import OptimizerOf
 from ..transformers.short_batches import compile_for_all_rows, why_not_short
 
 logger = logging.getLogger(__name__)
+
+
+class NoGradient(Tensor):
+    """Takes the place of a gradient, which was on the job's devices: whatever reads it raises `PlanError`."""
+
+    @staticmethod
+    def like(param: Tensor) -> Tensor:
+        return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape).as_subclass(NoGradient)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise PlanError(
+            "a gradient is read between backward and step, which a Job has taken as a whole: use "
+            "accelerator.clip_grad_norm_ for torch.nn.utils.clip_grad_norm_, and gradient hooks "
+            "(parameter.register_hook) for others"
+        )
 
 
 class PreparedModel:
@@ -39,6 +55,7 @@ class PreparedModel:
         self._form: BatchForm | None = None
         self._optimizer: OptimizerOf | None = None
         self._set: SetOptions | None = None
+        self._due = ""  # the call that the script owes to the last step
         self._synced_step, self._is_told = -1, False
         self._replace_forward()
 
@@ -66,6 +83,11 @@ class PreparedModel:
     # --- training
 
     def _step(self, given: dict[str, Any]) -> Outputs:
+        if self._due:
+            raise PlanError(
+                f"a second forward in training before {self._due}: a Job has made the update of the first; evaluate "
+                "under torch.no_grad(), and for larger steps multiply the loader's batch_size: the plan cuts the batch"
+            )
         batch, flags = self._whole(given)
         if self.job is None:
             self._compile(batch, flags)
@@ -75,9 +97,25 @@ class PreparedModel:
             loss = self.job.step({**self._form.fill(batch), **flags})
         allow_forward(self.model)
         self.loss = loss.detach().to(self.accelerator.device).requires_grad_()
+        self._due = "accelerator.backward"
         return Outputs(loss=self.loss)
 
-    def is_loss(self, loss: Tensor) -> bool:
+    def accept_loss(self, loss: Tensor) -> bool:
+        """Whether this is the loss of the last step. From then on to `end_step` gradients are refused."""
+        if not self._is_loss(loss):
+            return False
+        self._due = "optimizer.step"
+        for param in self.model.parameters():
+            if param.requires_grad:
+                param.grad = NoGradient.like(param)
+        return True
+
+    def end_step(self) -> None:
+        self._due = ""
+        for param in self.model.parameters():
+            param.grad = None
+
+    def _is_loss(self, loss: Tensor) -> bool:
         """Whether this is the loss of the last step, also after a division by one as scripts have it."""
         own = self.loss
         if own is None or loss is own or not loss.requires_grad:
@@ -91,11 +129,7 @@ class PreparedModel:
         flags = {name: value for name, value in given.items() if name not in tensors}
         if self._form is None:
             self._form = self._form_of(tensors)
-        batch = self._form.pad(tensors)
-        if self.accelerator.num_processes > 1:
-            device = self.accelerator.device
-            batch = {name: self.accelerator.gather(value.to(device)).cpu() for name, value in batch.items()}
-        return batch, flags
+        return gather_batch(self.accelerator, self._form.pad(tensors)), flags
 
     def _form_of(self, batch: Mapping[str, Tensor]) -> BatchForm:
         loaders = self.accelerator._dataloaders
@@ -136,7 +170,7 @@ class PreparedModel:
                 make, batch, self._form, self.model, self._short_rows(), options, ranks
             )
             if is_main:
-                tell_plan(self.job, example, rows)
+                tell_plan(self.job)
         if accelerator.checkpoint is not None:
             self.job.resume(accelerator.checkpoint)
 
@@ -202,4 +236,4 @@ class PreparedModel:
         if self.job is not None:
             self.sync()
             self.job.close()
-            self.job = None
+            self.job, self._due = None, ""

@@ -153,6 +153,13 @@ def join_batches(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
+def gather_batch(accelerator: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of all processes, on the host."""
+    if accelerator.num_processes == 1:
+        return batch
+    return {name: accelerator.gather(value.to(accelerator.device)).cpu() for name, value in batch.items()}
+
+
 def count_rows(batch: Mapping[str, Tensor]) -> int:
     """The rows of a batch, of which some inputs may have several entries each, such as patches of images."""
     of_rows = next((batch[name] for name in (TOKENS, "labels") if name in batch), None)

@@ -144,7 +144,7 @@ def refuse_trainer(trainer: Any) -> None:
     a step of a Job would not call, or in which none is made."""
     kind = type(trainer)
     step = kind.training_step
-    for name, instead in NOT_CALLED.items():
+    for name, instead in {**NOT_CALLED, **trainer.not_called}.items():
         if overrides(trainer, name):
             raise PlanError(f"{kind.__name__}.{name} would not be called in a step of a Job; use: {instead}")
     if overrides(trainer, "training_step") and "training_step" not in inspect.unwrap(step).__code__.co_names:

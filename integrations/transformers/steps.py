@@ -25,7 +25,7 @@ from ...training.live.server import PageServer
 from ...training.live.terminal import TerminalView, view_on
 from ...training.watch import StragglerWatch
 from ..said import tell_plan, tell_planning
-from .batches import TOKENS, BatchForm, count_rows, form_of, join_batches, take_rows
+from .batches import TOKENS, BatchForm, count_rows, form_of, gather_batch, join_batches, take_rows
 from .callbacks import SetOptions, SyncFirst, refuse_callbacks, set_options
 from .evaluation import evaluate
 from .features import PRECISIONS, overrides, refuse_trainer, settle_arguments
@@ -58,6 +58,7 @@ class StepsByJob(Host):
     neftune_hook_handle: Any
     _loss_shifts_labels: bool
     own_loss: Any = None  # the `compute_loss` that is the model's own
+    not_called: Mapping[str, str] = {}  # further methods that a step of a job does not call -> what works instead
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class StepsByJob(Host):
             self._form = self._found_form(batches[0])
         form = self._form.shorten(batches) if "dynamic_shapes" in self.compile_options else self._form
         padded = [form.pad(each) for each in batches]
-        batch = padded if self._takes_list(padded) else self._gather_batches(padded)
+        batch = padded if self._takes_list(padded) else gather_batch(self.accelerator, join_batches(padded))
         each = batch if isinstance(batch, list) else [batch]
         tokens = sum(part[TOKENS].numel() if TOKENS in part else count_rows(part) for part in each)
         if self.job is None:
@@ -237,19 +238,13 @@ class StepsByJob(Host):
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         return (self.train_dataset, *evaluated.values())
 
-    def _gather_batches(self, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = join_batches(batches)
-        if self.args.world_size == 1:
-            return batch
-        return {name: self.accelerator.gather(value.to(self.args.device)).cpu() for name, value in batch.items()}
-
     def _begin_job(self, batch: Any) -> tuple[Job, Broadcast]:
         """The job, and who is told of its steps, until the run ends."""
         assert self._form is not None
         listeners = self._listeners()
         is_main, rows = self.is_world_process_zero(), self._form.rows
-        shown = batch[0] if isinstance(batch, list) else self._form.repeat(batch)
         if is_main:
+            shown = batch[0] if isinstance(batch, list) else self._form.repeat(batch)
             tell_planning(self.model, self.hardware, shown, rows)
         if isinstance(batch, list):
             job = self._compile(self._fill(batch))
@@ -260,7 +255,7 @@ class StepsByJob(Host):
             )
         self._run.enter_context(job)
         if is_main:
-            tell_plan(job, shown, rows)
+            tell_plan(job)
         if self._checkpoint is not None:
             job.resume(Path(self._checkpoint) / FOLDER)
         broadcast = self._run.enter_context(telling(Broadcast(job, listeners)))
@@ -356,7 +351,7 @@ class StepsByJob(Host):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert self._form is not None
         own = self._form.pad(self._own_inputs(inputs))
-        whole = self._gather_batches([own])
+        whole = gather_batch(self.accelerator, own)
         batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""
         if self._form.has_own_sizes([batch]):

@@ -14,46 +14,36 @@ from torch import Tensor, nn
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from ...compiler.preference import IGNORED
+from ...compiler.preference import IGNORED, PARTS
 from ...ir.errors import PlanError
 from ..transformers.loss import TracedLoss
-from .arguments import OF_CPO, default_folder, refuse_options, refuse_routers, with_plan_defaults
-from .pair_loss import PARTS
-from .pairs import longest_column
-from .row_steps import RowBatch, RowSteps, pad_to, refuse_metrics, reward_metrics
-
-SIDES = ("chosen", "rejected")
+from .arguments import OF_CPO
+from .pairs import SIDES, longest_column, pad_rows
+from .row_steps import RowBatch, RowSteps, reward_metrics
 
 
 class _WithoutReference(RowSteps):
     """The common part of both: pairs of TRL's older collator, which has chosen and rejected answers side by side."""
 
     counts_tokens = False
-    config: Any
+    refused = OF_CPO
+    columns = tuple(f"{side}_input_ids" for side in SIDES)
+    max_length: Any
     _stored_metrics: Any
     beta: float
 
-    def __init__(self, model: Any, args: Any = None, **kwargs: Any):
-        kind = type(self).config
-        if args is None:
-            args = kind(default_folder(model, kind.__name__.removesuffix("Config")))
-        refuse_options(args, OF_CPO)
-        refuse_metrics(kwargs)
-        super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
-        refuse_routers(self)
+    def _longest_row(self) -> int:
         if self.is_encoder_decoder:
             raise PlanError(f"{type(self).__name__}: an encoder and decoder; use a model that goes on with its input")
-        names = [f"{side}_input_ids" for side in SIDES]
-        self.max_length = kwargs.get("max_length")  # TRL's is that of its data, which are made
-        self._row_length = self.max_length or longest_column(self._datasets(), names, None)
+        return self.max_length or longest_column(self._datasets(), self.columns, None)
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
-        fills = dict(zip(PARTS, (self.processing_class.pad_token_id, 0, IGNORED), strict=True))
-        return {
-            f"{side}_{name}": pad_to(inputs[f"{side}_{name}"], self._row_length, fill)
-            for side in SIDES
-            for name, fill in fills.items()
-        }
+        found: RowBatch = {}
+        for side in SIDES:
+            own = {part: inputs[f"{side}_{part}"] for part in PARTS}
+            rows = pad_rows(own, self._row_length, self.processing_class.pad_token_id)
+            found |= {f"{side}_{part}": value for part, value in rows.items()}
+        return found
 
     def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
         log_probs = [outputs[f"{side}_log_probs"] for side in SIDES]
@@ -120,8 +110,6 @@ def _sums(logits: Tensor, labels: Tensor) -> Tensor:
 class PenstockCPOTrainer(_WithoutReference, CPOTrainer):
     """As `CPOTrainer`; see `StepsByJob` for what it takes beside."""
 
-    own_loss = CPOTrainer.compute_loss
-    max_length: Any
     config = CPOConfig
 
     def _loss(self) -> PairsAlone:
@@ -151,8 +139,6 @@ def _cpo(trainer: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
 class PenstockORPOTrainer(_WithoutReference, ORPOTrainer):
     """As `ORPOTrainer`; see `StepsByJob` for what it takes beside."""
 
-    own_loss = ORPOTrainer.compute_loss
-    max_length: Any
     config = ORPOConfig
 
     def _loss(self) -> PairsAlone:

@@ -8,45 +8,29 @@ from typing import Any
 from torch import Tensor, nn
 from trl import DPOConfig, DPOTrainer
 
-from ...ir.errors import PlanError
-from .arguments import default_folder, refuse_dpo, refuse_images, refuse_routers, with_plan_defaults
-from .pair_loss import BASE, COPY, PreferenceLoss
-from .pairs import as_pairs, longest_answer
-from .row_steps import RowSteps, refuse_metrics, reward_metrics, row_length
+from .arguments import OF_DPO, refuse_dpo
+from .pair_loss import PreferenceLoss
+from .pairs import as_pairs
+from .row_steps import RowSteps, reward_metrics
 
 
 class PenstockDPOTrainer(RowSteps, DPOTrainer):
     """As `DPOTrainer`; see `StepsByJob` for what it takes beside. The reference is a part of the job."""
 
-    own_loss = DPOTrainer.compute_loss
+    config = DPOConfig
+    refused = OF_DPO
+    columns, prompt = ("chosen_ids", "rejected_ids"), "prompt_ids"
 
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **kwargs: Any):
-        if args is None:
-            args = DPOConfig(default_folder(model, "DPO"))
-        refuse_dpo(args)
-        refuse_images(kwargs.get("train_dataset"), type(self).__name__)
-        refuse_metrics(kwargs)
-        if kwargs.get("compute_loss_func") is not None:
-            raise PlanError("compute_loss_func: the loss of pairs is loss_type of DPOConfig; leave it out")
-        super().__init__(model=model, ref_model=ref_model, args=with_plan_defaults(args), **kwargs)
-        refuse_routers(self)
-        self._freeze_reference()
-        config: Any = self.args
-        longest = self.max_length or longest_answer(self._datasets(), config.max_length)
-        self._row_length = row_length(longest, config.pad_to_multiple_of)
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_device():
-            return super()._precompute_ref_logps(*args, **kwargs)
+        if args is not None:
+            refuse_dpo(args)
+        super().__init__(model, args, ref_model=ref_model, **kwargs)
 
     def _module(self) -> nn.Module:
         config: Any = self.args
         model: Any = self.model
-        reference: Any = self.ref_model
-        if reference is None and not self.precompute_ref_logps:
-            reference = COPY if COPY in model.peft_config else BASE
         kinds = list(zip(self.loss_types, self.loss_weights, strict=True))
-        return PreferenceLoss(model, reference, kinds, self.beta, self.label_smoothing, config.discopop_tau)
+        return PreferenceLoss(model, self._reference(), kinds, self.beta, self.label_smoothing, config.discopop_tau)
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         return as_pairs(inputs, self._row_length, self._tokenizer.pad_token_id)

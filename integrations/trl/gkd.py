@@ -10,29 +10,32 @@ import torch
 from torch import Tensor, nn
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-from ...compiler.preference import IGNORED
+from ...compiler.preference import IGNORED, PARTS
+from ...ir.errors import PlanError
 from ..transformers.loss import TracedLoss
 from ..transformers.steps import StepsByJob
-from .arguments import OF_GKD, default_folder, refuse_options, with_plan_defaults
-from .row_steps import RowBatch, pad_to, refuse_metrics
-
-FILLS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
+from .arguments import LOSSES, OF_GKD, refuse_images, settle_config
+from .pairs import pad_rows
+from .row_steps import RowBatch, RowSteps
 
 
 class PenstockGKDTrainer(StepsByJob, GKDTrainer):
     """As `GKDTrainer` with `lmbda=0.0`; see `StepsByJob` for what it takes beside. The teacher is a part of the job."""
 
-    own_loss = GKDTrainer.compute_loss
+    config = GKDConfig
+    refused = OF_GKD
+    not_taken = RowSteps.not_taken
+    not_called = LOSSES
 
     def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, **kwargs: Any):
-        if args is None:
-            args = GKDConfig(default_folder(model, "GKD"), lmbda=0.0)
-        refuse_options(args, OF_GKD)
-        refuse_metrics(kwargs)
-        super().__init__(model=model, teacher_model=teacher_model, args=with_plan_defaults(args), **kwargs)
+        refuse_images(kwargs.get("train_dataset"), type(self).__name__)
+        args = settle_config(self, model, args, kwargs, lmbda=0.0)
+        super().__init__(model=model, teacher_model=teacher_model, args=args, **kwargs)
         self.teacher_model.to("cpu").requires_grad_(False).eval()
-        config: Any = self.args
-        self._row_length = self.max_length or config.max_length
+        length = self.max_length or args.max_length or getattr(self.data_collator, "max_length", None)
+        if length is None:
+            raise PlanError("GKDConfig(max_length=None) with a data_collator of your own: set max_length")
+        self._row_length = length
 
     def _module(self) -> nn.Module:
         model: Any = self.model
@@ -40,7 +43,7 @@ class PenstockGKDTrainer(StepsByJob, GKDTrainer):
         return TracedLoss(model, compute, teacher=self.teacher_model)
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
-        return {name: pad_to(inputs[name], self._row_length, fill) for name, fill in FILLS.items()}
+        return pad_rows({name: inputs[name] for name in PARTS}, self._row_length, pad_id=0)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         return StepsByJob.training_step(self, model, self._rows_of(inputs), num_items_in_batch)

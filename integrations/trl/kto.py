@@ -9,19 +9,17 @@ import torch
 from torch import Tensor, nn
 from trl import KTOConfig, KTOTrainer
 
-from ...compiler.preference import IGNORED, label_log_probs
-from .arguments import OF_KTO, default_folder, refuse_images, refuse_options, refuse_routers, with_plan_defaults
-from .pair_loss import BASE, COPY, WithReference
-from .pairs import longest_column
-from .row_steps import RowBatch, RowSteps, counted_labels, pad_to, refuse_metrics, row_length
+from ...compiler.preference import PARTS, label_log_probs
+from .arguments import OF_KTO
+from .pair_loss import WithReference
+from .pairs import pad_rows, with_labels
+from .row_steps import RowBatch, RowSteps
 
-NAMES = ("input_ids", "attention_mask", "labels")
 KNOWN = {"": "ref_logps", "kl_": "ref_kl_logps"}  # the reference's log probabilities, where they were computed before
 
 
 class KTOLoss(WithReference):
-    """The loss of answers that are wanted or not, by a model and its reference. The divergence is
-    made over all rows."""
+    """The loss of answers that are wanted or not, by a model and its reference; its divergence is that of all rows."""
 
     def __init__(self, model: nn.Module, reference: nn.Module | str | None, args: Any):
         super().__init__(model, reference)
@@ -43,7 +41,7 @@ class KTOLoss(WithReference):
 
     def _ratio(self, batch: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
         """The model's log probabilities of answers, and their distance from the reference's."""
-        rows = {name: batch[f"{prefix}{name}"] for name in NAMES}
+        rows = {name: batch[f"{prefix}{name}"] for name in PARTS}
         policy = label_log_probs(self.model, **rows)
         known = batch.get(KNOWN[prefix])
         return policy, policy - (self.reference_log_probs(rows) if known is None else known)
@@ -58,44 +56,25 @@ class PenstockKTOTrainer(RowSteps, KTOTrainer):
     """As `KTOTrainer`; see `StepsByJob` for what it takes beside. The estimate of the divergence is that of a step's
     whole batch, so that the batch is one micro-batch."""
 
-    own_loss = KTOTrainer.compute_loss
+    config = KTOConfig
+    refused = OF_KTO
+    columns, prompt = ("completion_ids", "KL_completion_ids"), "prompt_ids"
 
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **kwargs: Any):
-        if args is None:
-            args = KTOConfig(default_folder(model, "KTO"))
-        refuse_options(args, OF_KTO)
-        refuse_images(kwargs.get("train_dataset"), type(self).__name__)
-        refuse_metrics(kwargs)
-        super().__init__(model=model, ref_model=ref_model, args=with_plan_defaults(args), **kwargs)
-        refuse_routers(self)
-        self._freeze_reference()
+        super().__init__(model, args, ref_model=ref_model, **kwargs)
         if self.calculate_KL:
             self.compile_options.setdefault("micro_batches", 1)
-        config: Any = self.args
-        names = ("completion_ids", "KL_completion_ids")
-        longest = self.max_length or longest_column(self._datasets(), names, config.max_length, "prompt_ids")
-        self._row_length = row_length(longest, config.pad_to_multiple_of)
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_device():
-            return super()._precompute_ref_logps(*args, **kwargs)
 
     def _module(self) -> nn.Module:
         model: Any = self.model
-        reference: Any = self.ref_model
-        if reference is None and not self.precompute_ref_logps:
-            reference = COPY if COPY in model.peft_config else BASE
-        return KTOLoss(model, reference, self.args)
+        return KTOLoss(model, self._reference(), self.args)
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         inputs = {name.replace("KL_", "kl_"): value for name, value in inputs.items()}
         found = {name: inputs[name] for name in ("label", *KNOWN.values()) if name in inputs}
         for prefix in KNOWN if "kl_input_ids" in inputs else ("",):
-            tokens, attended = inputs[f"{prefix}input_ids"], inputs[f"{prefix}attention_mask"]
-            labels = counted_labels(tokens, inputs[f"{prefix}completion_mask"])
-            fills = (self._tokenizer.pad_token_id, 0, IGNORED)
-            for name, value, fill in zip(NAMES, (tokens, attended, labels), fills, strict=True):
-                found[f"{prefix}{name}"] = pad_to(value, self._row_length, fill)
+            rows = pad_rows(with_labels(inputs, prefix), self._row_length, self._tokenizer.pad_token_id)
+            found |= {f"{prefix}{name}": value for name, value in rows.items()}
         return found
 
     def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:

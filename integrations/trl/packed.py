@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import IterableDataset
 from torch import Tensor
 
 from ...compiler.packing.documents import IGNORED
@@ -41,11 +39,3 @@ class PackedCollator:
         labels[positions == 0] = IGNORED
         found = {"input_ids": tokens, "position_ids": positions, "labels": labels}
         return {**found, NUM_TOKENS: torch.tensor(total)}
-
-
-def longest_row(datasets: Iterable[Any], otherwise: int) -> int:
-    """The most tokens of a row of these data sets; `otherwise` where one of them is a stream."""
-    known = [dataset for dataset in datasets if dataset is not None]
-    if any(isinstance(dataset, IterableDataset) for dataset in known):
-        return otherwise
-    return max(len(row) for dataset in known for row in dataset["input_ids"])

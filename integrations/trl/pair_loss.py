@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from trl.trainer.utils import use_adapter
 
-from ...compiler.preference import IGNORED, label_log_probs
+from ...compiler.preference import IGNORED, PARTS, label_log_probs
 
-PARTS = ("input_ids", "attention_mask", "labels")
 REFERENCE = ("chosen_reference", "rejected_reference")  # in a batch: the reference's log probabilities, found before
 BASE, COPY = "base", "ref"  # a reference of adapters: the model without them, or TRL's copy of them
 

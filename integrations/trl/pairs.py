@@ -1,4 +1,4 @@
-"""TRL's batches of preferences as pairs: a row of each input is one of them."""
+"""TRL's batches of answers as rows of one length, such as pairs: a row of each input is one pair."""
 
 from __future__ import annotations
 
@@ -11,30 +11,36 @@ from torch import Tensor
 
 from ...compiler.preference import IGNORED
 from ...ir.errors import PlanError
+from ..transformers.batches import BatchForm
 from .pair_loss import REFERENCE
-from .row_steps import counted_labels, pad_to
+
+SIDES = ("chosen", "rejected")
+
+
+def pad_rows(values: Mapping[str, Tensor], length: int, pad_id: int) -> dict[str, Tensor]:
+    """Token ids, masks and labels as rows of this length. Raises `BatchError` for longer rows."""
+    return BatchForm(0, dict.fromkeys(values, length), pad_id).pad(values)
+
+
+def pad_pairs(values: Mapping[str, Tensor], length: int, pad_id: int) -> dict[str, Tensor]:
+    """The same of values with the chosen answers above the rejected ones."""
+    rows = pad_rows(values, length, pad_id)
+    return {f"{side}_{name}": half for name, both in rows.items() for side, half in zip(SIDES, both.chunk(2))}
 
 
 def as_pairs(batch: Mapping[str, Tensor], length: int, pad_id: int) -> dict[str, Tensor]:
     """A batch of TRL's collator, the chosen answers above the rejected ones, as a row for each pair of this length."""
-    tokens, attended = batch["input_ids"], batch["attention_mask"]
-    labels = counted_labels(tokens, batch["completion_mask"])
-    found = {}
-    for name, value, fill in (
-        ("input_ids", tokens, pad_id),
-        ("attention_mask", attended, 0),
-        ("labels", labels, IGNORED),
-    ):
-        found[f"chosen_{name}"], found[f"rejected_{name}"] = pad_to(value, length, fill).chunk(2)
+    found = pad_pairs(with_labels(batch), length, pad_id)
     for name, known in zip(REFERENCE, ("ref_chosen_logps", "ref_rejected_logps")):
         if known in batch:
             found[name] = batch[known].to(torch.float32)
     return found
 
 
-def longest_answer(datasets: Iterable[Any], most: int | None) -> int:
-    """The most tokens of a prompt with an answer in these data sets, not above `most`, where longer ones are cut."""
-    return longest_column(datasets, ("chosen_ids", "rejected_ids"), most, "prompt_ids")
+def with_labels(batch: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """Token ids, mask and labels of a batch, whose prompts and padding have no label."""
+    tokens, mask, counted = (batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "completion_mask"))
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(counted == 0, IGNORED)}
 
 
 def longest_column(datasets: Iterable[Any], names: Sequence[str], most: int | None, prompt: str = "") -> int:

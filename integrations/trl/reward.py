@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from trl import RewardConfig, RewardTrainer
 
 from ..transformers.loss import TracedLoss
-from .arguments import OF_BOTH, default_folder, refuse_options, with_plan_defaults
-from .pairs import longest_column
-from .row_steps import RowBatch, RowSteps, pad_to, refuse_metrics, row_length
+from .pairs import pad_pairs
+from .row_steps import RowBatch, RowSteps
 
 NAMES = ("input_ids", "attention_mask")
 
@@ -22,17 +21,8 @@ NAMES = ("input_ids", "attention_mask")
 class PenstockRewardTrainer(RowSteps, RewardTrainer):
     """As `RewardTrainer`; see `StepsByJob` for what it takes beside."""
 
-    own_loss = RewardTrainer.compute_loss
-
-    def __init__(self, model: Any, args: Any = None, **kwargs: Any):
-        if args is None:
-            args = RewardConfig(default_folder(model, "Reward"))
-        refuse_options(args, OF_BOTH)
-        refuse_metrics(kwargs)
-        super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
-        config: Any = self.args
-        longest = self.max_length or longest_column(self._datasets(), ("chosen_ids", "rejected_ids"), config.max_length)
-        self._row_length = row_length(longest, config.pad_to_multiple_of)
+    config = RewardConfig
+    columns = ("chosen_ids", "rejected_ids")
 
     def _module(self) -> nn.Module:
         config: Any = self.args
@@ -41,10 +31,7 @@ class PenstockRewardTrainer(RowSteps, RewardTrainer):
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         tokenizer: Any = self.processing_class
-        fills, found = (tokenizer.pad_token_id, 0), dict[str, Tensor]()
-        for name, fill in zip(NAMES, fills, strict=True):
-            chosen, rejected = pad_to(inputs[name], self._row_length, fill).chunk(2)
-            found |= {f"chosen_{name}": chosen, f"rejected_{name}": rejected}
+        found = pad_pairs({name: inputs[name] for name in NAMES}, self._row_length, tokenizer.pad_token_id)
         return found | ({"margin": inputs["margin"]} if "margin" in inputs else {})
 
     def _metrics_of(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import IntervalStrategy
 
 from ...compiler.job.job import Job
-from ...compiler.preference import IGNORED
-from ...ir.errors import BatchError, PlanError
-from ..transformers.batches import count_rows
+from ..transformers.batches import count_rows, gather_batch, take_rows
 from ..transformers.steps import StepsByJob
+from .arguments import LOSSES, NO_LOGITS, OF_TRL, OWN_LOSS, refuse_images, refuse_routers, settle_config
+from .pair_loss import BASE, COPY
+from .pairs import longest_column
 
 RowBatch = dict[str, Tensor]
 
@@ -24,11 +24,33 @@ class RowSteps(StepsByJob):
     """Mixed in before a trainer of TRL's. `_rows_of` gives the rows of its batches; the module of `_module` gives the
     loss and results of each row, of which `_metrics_of` makes what is logged."""
 
+    config: Any  # the class of TRL's config
+    refused: Mapping[str, str] = OF_TRL  # options of the config -> what works instead
+    not_taken: Mapping[str, str] = {"compute_loss_func": OWN_LOSS, "compute_metrics": NO_LOGITS}  # arguments
+    not_called = LOSSES
+    columns: tuple[str, ...]  # of the data sets: token ids, each after those of `prompt`
+    prompt = ""
+    counts_tokens = True  # whether `num_tokens` is logged
+    ref_model: Any = None
+    precompute_ref_logps: bool
     _metrics: Any
     _row_length: int
     _total_train_tokens: int = 0
-    ref_model: Any = None
-    counts_tokens = True  # whether `num_tokens` is logged
+
+    def __init__(self, model: Any, args: Any = None, **kwargs: Any):
+        refuse_images(kwargs.get("train_dataset"), type(self).__name__)
+        super().__init__(model=model, args=settle_config(self, model, args, kwargs), **kwargs)
+        self.max_length = kwargs.get("max_length")  # some of TRL's trainers set it to the config's, for their data
+        refuse_routers(self)
+        if self.ref_model is not None:
+            self.ref_model.to("cpu").requires_grad_(False)
+        self._row_length = self._longest_row()
+
+    def _longest_row(self) -> int:
+        config: Any = self.args
+        longest = self.max_length or longest_column(self._datasets(), self.columns, config.max_length, self.prompt)
+        multiple = config.pad_to_multiple_of or 1
+        return -(-longest // multiple) * multiple
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> RowBatch:
         raise NotImplementedError
@@ -41,9 +63,18 @@ class RowSteps(StepsByJob):
         for name, value in found.items():
             self._metrics[mode][name].append(value)
 
-    def _freeze_reference(self) -> None:
-        if self.ref_model is not None:
-            self.ref_model.to("cpu").requires_grad_(False)
+    # --- a reference
+
+    def _reference(self) -> Any:
+        """The reference as `WithReference` takes it."""
+        if self.ref_model is not None or self.precompute_ref_logps:
+            return self.ref_model
+        model: Any = self.model
+        return COPY if COPY in model.peft_config else BASE
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_device():
+            return super()._precompute_ref_logps(*args, **kwargs)
 
     @contextmanager
     def _on_device(self) -> Any:
@@ -89,10 +120,10 @@ class RowSteps(StepsByJob):
         if reason is not None:
             return self._prediction_of_model(model, inputs, True, ignore_keys, reason)
         assert self._form is not None
-        batch = self._each_once(self._gather_batches([self._form.pad(self._rows_of(inputs))]))
+        batch = self._each_once(gather_batch(self.accelerator, self._form.pad(self._rows_of(inputs))))
         found = []
         for first in range(0, count_rows(batch), self._form.rows):
-            part = {name: value[first : first + self._form.rows] for name, value in batch.items()}
+            part = take_rows(batch, first, min(first + self._form.rows, count_rows(batch)))
             found.append(_evaluate_rows(self.job, part, self._form.rows))
         outputs = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         if self.counts_tokens:
@@ -113,23 +144,6 @@ def _evaluate_rows(job: Job, batch: RowBatch, rows: int) -> RowBatch:
     return {name: value[:count] for name, value in outputs.items() if name != "loss"}
 
 
-def pad_to(value: Tensor, length: int, fill: int) -> Tensor:
-    """RowBatch of this length. Raises `BatchError` for longer ones."""
-    missing = length - value.shape[1]
-    if missing < 0:
-        raise BatchError(f"an answer has {value.shape[1]} tokens, and those of this run have {length}; set max_length")
-    return F.pad(value, (0, missing), value=fill)
-
-
-def row_length(longest: int, multiple: int | None) -> int:
-    return -(-longest // (multiple or 1)) * (multiple or 1)
-
-
-def refuse_metrics(kwargs: Mapping[str, Any]) -> None:
-    if kwargs.get("compute_metrics") is not None:
-        raise PlanError("compute_metrics: a Job keeps no logits of rows; what TRL logs of an evaluation is logged")
-
-
 def reward_metrics(chosen: Tensor, rejected: Tensor, chosen_log_probs: Tensor, rejected_log_probs: Tensor) -> Any:
     """The rewards that TRL logs of pairs."""
     return {
@@ -140,7 +154,3 @@ def reward_metrics(chosen: Tensor, rejected: Tensor, chosen_log_probs: Tensor, r
         "logps/chosen": chosen_log_probs.mean().item(),
         "logps/rejected": rejected_log_probs.mean().item(),
     }
-
-
-def counted_labels(tokens: Tensor, completion_mask: Tensor) -> Tensor:
-    return tokens.masked_fill(completion_mask == 0, IGNORED)

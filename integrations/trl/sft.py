@@ -9,31 +9,27 @@ from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
 from ...compiler.packing.documents import IGNORED
-from ...ir.errors import PlanError
-from ..transformers.features import overrides
 from ..transformers.steps import StepsByJob
-from .arguments import default_folder, refuse_sft, with_plan_defaults
-from .packed import NUM_TOKENS, PackedCollator, longest_row
+from .arguments import LOSSES, OF_SFT, OWN_LOSS, refuse_sft, settle_config
+from .packed import NUM_TOKENS, PackedCollator
+from .pairs import longest_column
 
 
 class PenstockSFTTrainer(StepsByJob, SFTTrainer):
     """As `SFTTrainer`; see `StepsByJob` for what it takes beside. Its loss is the model's own."""
 
     own_loss = SFTTrainer.compute_loss
+    config = SFTConfig
+    refused = OF_SFT
+    not_taken = {"compute_loss_func": OWN_LOSS}
+    not_called = LOSSES
 
     def __init__(self, model: Any, args: Any = None, **kwargs: Any):
-        if args is None:
-            args = SFTConfig(default_folder(model, "SFT"))
+        args = settle_config(self, model, args, kwargs)
         refuse_sft(args)
-        if kwargs.get("compute_loss_func") is not None or overrides(self, "compute_loss"):
-            raise PlanError(
-                "compute_loss_func, compute_loss: PenstockSFTTrainer trains the loss of the model; use: "
-                "PenstockTrainer, which takes a loss of your own"
-            )
-        super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
+        super().__init__(model=model, args=args, **kwargs)
         if self.padding_free:
-            config: Any = self.args
-            length = longest_row(self._datasets(), config.max_length)
+            length = longest_column(self._datasets(), ("input_ids",), args.max_length)
             self.data_collator = PackedCollator(self._tokenizer.pad_token_id, length)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

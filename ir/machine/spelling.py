@@ -1,11 +1,13 @@
 """Machines as people type them: "4090", "2x RTX 4090", "8 H100s", "a100-80gb" are names of families of presets,
-"4090+3090" is one of each, "DGX H100" a whole server and "2x8xH100" two of them."""
+"4090+3090" is one of each, "DGX H100" a whole server and "2x8xH100" two of them; and their changed figures."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
-from ..errors import HardwareError
+from ..errors import HardwareError, PlanError
 from .gpu_parts import PARTS, SERVERS
 from .presets import is_of_a_part, preset_document, preset_names
 from .validation import close_names
@@ -134,3 +136,19 @@ def _has_memory(part: str, gib: int) -> bool:
 
 def _plain(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def key_and_value(option: str, given: str, example: str) -> tuple[str, str]:
+    """Both sides of `--option key=value`. Raises `PlanError` for another form."""
+    key, equals, text = given.partition("=")
+    if not equals:
+        raise PlanError(f"--{option} {given!r} is not of the form key=value, such as {example}")
+    return key.strip(), text.strip()
+
+
+def plain_value(text: str) -> Any:
+    """The value of a text: numbers, true and false are parsed; anything else, like 4TB, stays text."""
+    try:
+        return json.loads(text.lower())
+    except json.JSONDecodeError:
+        return text

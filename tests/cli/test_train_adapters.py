@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import peft
@@ -103,11 +105,16 @@ def test_a_4_bit_base_is_merged_into_a_file_for_llama_cpp(text: Path, tmp_path: 
     assert torch.equal(torch.from_numpy(embedding.data.copy()).view(torch.bfloat16), weight)
 
 
-def test_what_a_file_for_llama_cpp_needs(base: Path, text: Path, tmp_path: Path) -> None:
+def test_what_a_file_for_llama_cpp_needs(
+    base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", ModuleType("gguf"))
     with pytest.raises(PlanError, match=r"--gguf with --adapter: .* give --merge, too"):
         run(options(text, tmp_path / "out", adapter=ADAPTER, gguf="f16"))
     with pytest.raises(PlanError, match="GGUF: gpt2 models are not written here"):
         run(options(text, tmp_path / "out", model=str(base), gguf="f16"))
+    with pytest.raises(PlanError, match=r"--gguf: written for models with the head causal-lm, .* has classification"):
+        run(options(text, tmp_path / "out", model=str(base), head="classification", gguf="f16"))
 
 
 def test_merge_needs_an_adapter(text: Path, tmp_path: Path) -> None:

@@ -240,11 +240,19 @@ def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: Path) -> Non
         ({"hardware": ["abacus"], "set": None}, "abacus"),
         ({"optimizer": "adamx"}, "no class of torch.optim"),
         ({"schedule": "steps"}, "allowed are constant, linear, cosine"),
+        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "--warmup-steps and --warmup-ratio: give one"),
+        ({"best_by": "accuracy"}, "--best-by accuracy: without evaluations .* give --eval-every"),
+        ({"gguf": "q4"}, "gguf='q4'; allowed are f32"),
+        ({"gguf": "f16"}, r"gguf is not installed here: pip install 'penstock\[gguf\]'"),
     ],
 )
-def test_what_needs_no_data_is_told_first(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_needs_no_data_is_told_first(
+    tmp_path: Path, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(PenstockError, match=said):
         run(options(tmp_path / "absent.txt", tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_label_is_no_task(tmp_path: Path) -> None:

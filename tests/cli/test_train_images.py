@@ -17,9 +17,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from penstock.cli.options import TrainOptions
 from penstock.cli.task import prepare
+from penstock.compiler.models.named import SEES
 from penstock.data.codec import Codec
 from penstock.data.files import Record
 from penstock.data.images import encode_images
+from penstock.data.read import read_rows
+from penstock.data.spec import DataSpec
 from penstock.errors import PlanError
 from penstock.tests.cli import small_runs
 from penstock.tests.cli.small_runs import run
@@ -51,8 +54,8 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-def encode(model: Path, messages: list[dict[str, Any]], images: Any, folder: Path, **options: Any) -> dict[str, Any]:
-    return encode_images(messages, images, Codec.read(model, sees=True, **options), folder, "rows, line 1")
+def encode(model: Path, messages: list[dict[str, Any]], images: Any, folder: Path, tools: Any = None) -> dict[str, Any]:
+    return encode_images(messages, images, Codec.read(model, sees=True), folder, "rows, line 1", tools)
 
 
 def test_labels_are_on_the_assistants_turns(model: Path, image: Path) -> None:
@@ -210,6 +213,37 @@ def test_images_of_two_sizes_are_brought_to_one(model: Path, image: Path, tmp_pa
         prepare(options(tmp_path / "keeps", path, tmp_path / "out"), Console(quiet=True))
     task = prepare(options(tmp_path / "keeps", path, tmp_path / "out", image_size="28"), Console(quiet=True))
     assert task.rows is not None and task.rows.take([0, 1])["pixel_values"].shape == (2, 3, 28, 28)
+
+
+def test_an_image_that_changes_is_read_again(model: Path, image: Path, tmp_path: Path) -> None:
+    """Rows of a data file that stays the same are in the cache."""
+    path, codec = write(tmp_path, image, count=2), Codec.read(model, sees=True)
+    parts = [{"type": "image", "path": image.name}, {"type": "text", "text": "w9"}]
+    own = tmp_path / "parts.jsonl"
+    own.write_text(json.dumps({"messages": [{"role": "user", "content": parts}, TALK[1]]}))
+    specs = [DataSpec(paths=(each,), sequence=32) for each in (path, own)]
+    before = [read_rows(spec, codec, SEES).rows.columns["pixel_values"] for spec in specs]
+    Image.open(image).rotate(180).save(image)
+    for spec, old in zip(specs, before):
+        assert not torch.equal(read_rows(spec, codec, SEES).rows.columns["pixel_values"], old)
+        image_of_a_row = encode(model, TALK, [image.name], tmp_path)["pixel_values"]
+        assert torch.equal(read_rows(spec, codec, SEES).rows.columns["pixel_values"][0], image_of_a_row)
+
+
+@pytest.mark.parametrize("first", [[], ["noise.png"]], ids=["without", "with"])
+def test_rows_with_and_without_images(first: list[str], model: Path, image: Path, tmp_path: Path) -> None:
+    text = [{"role": "user", "content": "w9 w8"}, TALK[1]]
+    rows = [{"messages": talk, "images": names} for talk, names in ((TALK, ["noise.png"]), (text, []))]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (rows if first else rows[::-1])))
+    with pytest.raises(PlanError, match=r"row 2: its images are .* as pixel_values") as found:
+        read_rows(DataSpec(paths=(path,), sequence=32), Codec.read(model, sees=True), SEES)
+    assert "none" in str(found.value)
+
+
+def test_functions_that_a_template_leaves_out(model: Path, image: Path) -> None:
+    with pytest.raises(PlanError, match="line 1: the chat template has no place for tools: functions"):
+        encode(model, TALK, ["noise.png"], image.parent, tools=[{"type": "function", "function": {"name": "add"}}])
 
 
 def test_rows_of_images_are_not_cut(model: Path, image: Path, tmp_path: Path) -> None:

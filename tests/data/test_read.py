@@ -143,6 +143,15 @@ def test_tools_of_sharegpt(is_json: bool, tmp_path: Path) -> None:
     assert ids[found.rows.columns["attention_mask"][0] == 1].tolist() == codec.encode(whole)
 
 
+def test_a_named_column_that_some_rows_lack(tmp_path: Path) -> None:
+    rows = [{"messages": TALK, "before": "four"}, {"messages": TALK}]
+    found = read(tmp_path, rows, codec_with(MARKED), sequence=48, columns={"system": "before"})
+    lengths = [sum(mask) for mask in column(found, "attention_mask")]
+    assert lengths[0] > lengths[1]
+    with pytest.raises(PlanError, match='--column system=befor: no row has a column "befor"; the last has messages'):
+        read(tmp_path, rows, codec_with(MARKED), sequence=48, columns={"system": "befor"})
+
+
 @pytest.mark.parametrize("name", ["tools", "tool_calls"])
 def test_functions_that_a_template_leaves_out(name: str, tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -268,7 +277,7 @@ def test_mistakes(rows: list[dict[str, Any]], wishes: dict[str, Any], said: str,
     [
         ([{"role": "robot", "content": "x"}], "message 1: the role 'robot'; allowed are system"),
         ([{"role": "user"}], 'message 1: its "content" is'),
-        ([{"role": "user", "content": [{"type": "video"}]}], "message 1: a part of its \"content\" is .*video"),
+        ([{"role": "user", "content": [{"type": "video"}]}], 'message 1: a part of its "content" is .*video'),
         ([{"from": "function_call", "value": "{"}], "message 1: its function_call is not JSON"),
         ([{"from": "function_call", "value": "[1]"}], "message 1: its function_call is '.1.', allowed: a list of obj"),
         ([{"from": "function_call", "value": "{}"}], "message 1: .* names no function"),

@@ -255,3 +255,14 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     for download in (False, True):
         with pytest.raises(PlanError, match=r"has no config\.json; name a directory with one"):
             find_model(str(tmp_path), download=download)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B-Q4_K_M.gguf", "./qwen3-8b.gguf", "~/models/Qwen3-8B.Q8_0.GGUF"])
+def test_a_file_of_gguf_names_the_model_that_it_was_made_from(name: str) -> None:
+    with pytest.raises(PlanError, match=r"a file of GGUF is for llama.cpp; .* such as Qwen/Qwen3-8B, "):
+        find_model(name, adapter="lora:r=2")
+
+
+def test_labels_of_a_model_without_classes() -> None:
+    with pytest.raises(PlanError, match=r"--labels 3: gpt2 has no classes as causal-lm; --head classification"):
+        find_model("gpt2", num_labels=3)

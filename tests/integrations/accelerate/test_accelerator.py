@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from penstock.compiler.api import _model_name
 from penstock.errors import PlanError
+from penstock.integrations import launch
 from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.transformers.loss import TracedLoss
 from penstock.ir.machine.hardware import Hardware
@@ -131,6 +135,87 @@ def test_a_loss_of_the_script_is_refused() -> None:
     accelerator.end_training()
 
 
+def begin() -> tuple[Any, Any, Any, Any]:
+    accelerator = PenstockAccelerator(cpu=True, **OURS)
+    model, rows = causal()
+    loader = DataLoader(rows[:4], batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loader)
+    return accelerator, model.train(), optimizer, next(iter(loader))
+
+
+def test_gradients_that_a_script_reads_are_refused() -> None:
+    accelerator, model, optimizer, batch = begin()
+    accelerator.backward(model(**batch).loss)
+    with pytest.raises(PlanError, match=r"accelerator\.clip_grad_norm_ for torch\.nn\.utils"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(PlanError, match="a gradient is read"):
+        next(model.parameters()).grad.norm()
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+    accelerator.end_training()
+
+
+def test_a_step_whose_backward_or_update_is_left_out_is_refused() -> None:
+    accelerator, model, optimizer, batch = begin()
+    loss = model(**batch).loss
+    with pytest.raises(PlanError, match=r"a second forward in training before accelerator\.backward"):
+        model(**batch)
+    accelerator.backward(loss)
+    with pytest.raises(PlanError, match=r"before optimizer\.step.*batch_size"):
+        model(**batch)
+    optimizer.step()
+    assert float(model(**batch).loss) < float(loss)
+    accelerator.end_training()
+
+
+def test_compilation_and_handlers_are_left_aside_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    AcceleratorState._reset_state(reset_partial_state=True)  # all accelerators of a process share it
+    PenstockAccelerator(cpu=True, dynamo_backend="inductor", kwargs_handlers=handlers)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    told = " ".join(caplog.messages)
+    assert "dynamo_backend='INDUCTOR' is left aside: compile_options=" in told
+    assert "DistributedDataParallelKwargs is left aside: the plan divides the work" in told
+
+
+def launched(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    """Run a script by the launcher in this process, which is as it was afterwards."""
+    monkeypatch.setattr(accelerate, "Accelerator", Accelerator)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "script.py").write_text(text)
+    launch.main([*options, str(tmp_path / "script.py")])
+
+
+MAKE = "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(MAKE, "FSDP"), ("kind = 'accelerate'\n", "script.py ran without Penstock"), ("\n", "ran without Penstock")],
+)
+def test_the_launcher_ends_with_a_sentence(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(SystemExit) as ended:
+        launched(text, tmp_path, monkeypatch, "--hardware", "cpu")
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told in printed and "Traceback" not in printed and "launch.py" not in printed
+
+
+def test_the_launcher_changes_figures_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"{MAKE}print('DEVICES', accelerator.hardware.num_devices)\n"
+    launched(text, tmp_path, monkeypatch, "--hardware", "cpu", "--set", "num_devices=3")
+    assert "DEVICES 3" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        launched(text, tmp_path, monkeypatch, "--hardware", "cpu", "--set", "cards=3")
+    assert "--set cards: with --hardware cpu there are num_devices" in capsys.readouterr().err
+
+
 SCRIPT = """
 import sys, torch
 from accelerate import Accelerator
@@ -146,7 +231,7 @@ def test_accelerate_launch_of_an_unchanged_script(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     start = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     told = []
-    for extra in ([], ["-m", "penstock.integrations.launch", "--hardware", "cpu"]):
+    for extra in ([], ["-m", "penstock.integrations.launch", "--hardware", "cpu", "--set", "memory=1GB"]):
         ran = subprocess.run([*start, *extra, str(script)], capture_output=True, text=True, timeout=300, check=False)
         assert ran.returncode == 0, ran.stderr[-2000:]
         told.append(next(line for line in ran.stdout.splitlines() if line.startswith("LOSSES")).split())

@@ -206,5 +206,5 @@ def test_pairs_of_one_length():
         "chosen_reference": [-1.5],
         "rejected_reference": [-2.5],
     }
-    with pytest.raises(BatchError, match="3 tokens, and those of this run have 2"):
+    with pytest.raises(BatchError, match="rows of 3, and those of this run have 2"):
         as_pairs(batch, 2, 0)

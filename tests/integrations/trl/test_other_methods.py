@@ -119,6 +119,16 @@ def test_distillation(beta, tmp_path):
     compare(tmp_path, kinds, chats, more, **changes)
 
 
+class OwnContrast(ours.PenstockCPOTrainer):
+    def cpo_loss(self, chosen, rejected):
+        return rejected - chosen
+
+
+class OwnReward(ours.PenstockRewardTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * super().compute_loss(model, inputs)
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "option", "found"),
     [
@@ -127,6 +137,9 @@ def test_distillation(beta, tmp_path):
         (ours.PenstockKTOTrainer, {"model": llama}, {"sync_ref_model": True}, "sync_ref_model"),
         (ours.PenstockORPOTrainer, {"model": llama}, {"generate_during_eval": True}, "generate_during_eval"),
         (ours.PenstockRewardTrainer, {"model": scorer}, {"activation_offloading": True}, "activation_offloading"),
+        (ours.PenstockKTOTrainer, {"model": llama}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        (OwnContrast, {"model": llama}, {}, "OwnContrast.cpo_loss would not be called.*PenstockTrainer"),
+        (OwnReward, {"model": scorer}, {}, "OwnReward.compute_loss would not be called.*PenstockTrainer"),
     ],
 )
 def test_refuses_by_name(kind, more, option, found, tmp_path):
