@@ -205,13 +205,15 @@ def _restore(owner: Any, before: _Slots, traced: Iterable[Any]) -> None:
 
 
 def _holds_fakes(*values: Any) -> bool:
-    """Whether values are, or hold, fake tensors or traced sizes."""
+    """Whether values are, or hold, fake tensors or traced sizes. Objects of ours, such as a job, hold some on purpose."""
     waiting, seen = [*values], {}
     while waiting:
         each = waiting.pop()
         if isinstance(each, _TRACED):
             return True
         if type(each) in _LEAVES or isinstance(each, (type, ModuleType)) or id(each) in seen:
+            continue
+        if _package_of(type(each)) == _OWN:
             continue
         seen[id(each)] = each
         if isinstance(each, FunctionType):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.compiler.capture.prologue.made_input import MadeInput
 from penstock.runtime import script_caches
 from penstock.runtime.script_caches import kept_caches
 from penstock.runtime.torch_names import FakeTensor, FakeTensorMode
@@ -261,6 +262,13 @@ def test_what_holds_no_fake_tensor_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     with kept_caches(count):
         count()
     assert counts == {"calls": 1}
+
+
+def test_an_object_of_ours_that_a_script_keeps_stays() -> None:
+    """A job holds what it has captured; the script may bind it while that runs again."""
+    with kept_caches(replace_an_entry), FakeTensorMode():
+        made = FULL["job"] = MadeInput("prologue_0", None, table())  # type: ignore[assignment]
+    assert FULL.pop("job") is made
 
 
 def test_objects_that_no_code_names_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
