@@ -274,6 +274,8 @@ class Request:
     def form_request(self, micro_batch: Mapping[str, Any], count: int) -> Request:
         """The same request for batches of `count` micro-batches of this form."""
         assert self.prologue is not None
+        order = [name for name in self.prologue.example if name in micro_batch]  # that of the programs' inputs
+        micro_batch = {**{name: micro_batch[name] for name in order}, **micro_batch}
         return replace(
             self, example_inputs=[micro_batch] * count, prologue=self.prologue.form_prologue(micro_batch, count)
         )

@@ -205,7 +205,7 @@ def _restore(owner: Any, before: _Slots, traced: Iterable[Any]) -> None:
 
 
 def _holds_fakes(*values: Any) -> bool:
-    """Whether values are, or hold, fake tensors or traced sizes. Objects of ours, such as a job, hold some on purpose."""
+    """Whether values are, or hold, fake tensors or traced sizes; not in objects of ours, such as a job."""
     waiting, seen = [*values], {}
     while waiting:
         each = waiting.pop()

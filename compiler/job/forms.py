@@ -8,6 +8,7 @@ with the numbers of their forms, which the devices have.
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -37,9 +38,13 @@ from .counts import part_of
 from .run import JobRun
 
 FEW = 24  # numbers that a message shows
+_EACH_HAS = (
+    "every micro-batch runs all stages, also those that read images: put rows without an image beside a row with one, "
+    "or add such a row with labels that are all -100, which adds nothing to the loss"
+)
 
 
-@dataclass
+@dataclass(eq=False)
 class KnownForm:
     """A form that has come. `files`: of its stages; None for the example's, which the job's own files have."""
 
@@ -147,6 +152,11 @@ class Forms:
                 f"forward returns {', '.join(sorted(others))} for this batch or for the example, not for both: "
                 "evaluate(batch, outputs=False) gives the loss"
             )
+        if not all(map(self.forms.__contains__, forms)):
+            raise BatchError(
+                f"the micro-batches of this step have more than {MOST_FORMS} forms, which devices keep at most: "
+                "let the processor round the sizes of images to fewer"
+            )
         self._load(forms)
         return [
             MicroBatch(part, leaves, {FORM: form.number}, form.directory) for part, (form, leaves) in zip(parts, found)
@@ -170,6 +180,11 @@ class Forms:
         shape = replace(self.shape, leaves={name: self.shape.leaves[name] for name in self._user_names})
         listed = is_listed(batch, shape)
         parts: list[Any] = batch if listed else [batch]
+        for part in parts:
+            given = flatten(self.model, part)[0]
+            missing = [name for name in shape.leaves if name not in given or given[name].shape[:1] == (0,)]
+            if missing:
+                raise BatchError(f"a micro-batch lacks {', '.join(missing)}; {_EACH_HAS}")
         tensors = [shape.tensors(self.model, part, shape.leaves) for part in parts]
         if listed:
             if len(parts) != self.count:
@@ -199,7 +214,10 @@ class Forms:
                 return form, leaves
         form = self._capture(micro_batch)
         leaves = form.read(self.shape, micro_batch, self.count)
-        self.forms = [*(each for each in self.forms if each.number != form.number), form]
+        for dropped in [each for each in self.forms if each.number == form.number]:
+            self.forms.remove(dropped)
+            shutil.rmtree(dropped.directory or "")
+        self.forms.append(form)
         return form, leaves
 
     def _capture(self, micro_batch: Mapping[str, Any]) -> KnownForm:

@@ -135,6 +135,10 @@ class StepInputs:
     def _read_forms(self, forms: Forms, batch: Any, call: str) -> ReadBatch:
         """A batch whose micro-batches may be of different forms."""
         parts = forms.read(batch, with_outputs=call == "evaluate")
+        kept = {form.directory for form in forms.forms}
+        for known in (self._counters, self._picks):
+            for files in known.keys() - kept:
+                del known[files]
         for number, part in enumerate(parts):
             self.picks(part.files).check(part.leaves, 1, number, 1)
         return ReadBatch(forms.pack(parts), WHOLE, self._counts_of(parts), [[*part.sizes.values()] for part in parts])

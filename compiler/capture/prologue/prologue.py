@@ -79,7 +79,8 @@ class Prologue:
     def form_prologue(self, batch: Mapping[str, Any], count: int) -> Prologue:
         """The prologue of micro-batches of another form, of which this is one, and `count` make a batch. Raises
         `CaptureError` where it makes other inputs than this one."""
-        found = replace(self, example=repeat(batch, count), rows=count, inputs=(), apart=True, _recordings={})
+        example = {name: value if input_name(name) in self.reads else _no_value(value) for name, value in batch.items()}
+        found = replace(self, example=repeat(example, count), rows=count, inputs=(), apart=True, _recordings={})
         values = found._values_of(found._recording(count))
         require_number(found._recording(count).prologue, len(self.inputs))
         own = [
@@ -102,8 +103,9 @@ class Prologue:
         it. Raises `CaptureError` where none does."""
         first, joined = self._recording(total), self._recording(total // len(parts))
         require_number(first.prologue, len(whole))
-        places = zip(*([each.recorder.prologue.number_of_places(node) for node in each.prologue]
-                       for each in (first, joined)))
+        places = zip(
+            *([each.recorder.prologue.number_of_places(node) for node in each.prologue] for each in (first, joined))
+        )
         return tuple(
             find_rows(f"prologue_{i}", node, value, list(own), of)
             for i, (node, of, value, *own) in enumerate(zip(first.prologue, places, whole, *parts))
@@ -216,6 +218,11 @@ def _whole_inputs(values: Sequence[Tensor]) -> tuple[MadeInput, ...]:
         MadeInput(f"prologue_{i}") if value.dim() and len(value) else MadeInput(f"prologue_{i}", None, value)
         for i, value in enumerate(values)
     )
+
+
+def _no_value(value: Any) -> Any:
+    """An input with its sizes alone."""
+    return tree_map_only(Tensor, lambda x: x.to("meta"), value)
 
 
 def repeat(micro_batch: Mapping[str, Any], count: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.compiler.job import forms
 from penstock.errors import BatchError, PlanError
 
 IMAGE, TOKENS = 3, 12
@@ -129,6 +130,64 @@ def test_micro_batches_of_other_images_in_one_step(num_devices: int) -> None:
 def test_lanes_shards_halves_of_backward_and_fetched_stages(strategy: str) -> None:
     with job_of(LISTED[0], num_devices=1 if strategy == "mobius" else 2, strategy=strategy) as job:
         assert_trains_like_eager(job, LISTED)
+
+
+class Optional(Seeing):
+    """Does without images, too."""
+
+    def forward(self, ids: Tensor, labels: Tensor, **images: Tensor) -> dict[str, Tensor]:
+        if images:
+            return super().forward(ids, labels=labels, **images)
+        logits = self.head((self.embed(ids) + self.places(self.count(ids))).tanh())
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_micro_batch_without_an_image(is_empty: bool) -> None:
+    """It is refused, and what the error says trains as eager does without an image."""
+    batch = [batch_of(SMALL, SMALL, seed=1), batch_of((), (), seed=2)]
+    alone = {name: value for name, value in batch[1].items() if name not in ("grid", "pixels")}
+    if is_empty:
+        alone |= {"grid": torch.zeros(0, 2, dtype=torch.int64), "pixels": torch.zeros(0, 6)}
+    with job_of([batch_of(SMALL, SMALL)] * 2, model=Optional()) as job:
+        before = job.state_dict()
+        with pytest.raises(BatchError, match=r"lacks grid, pixels; every micro-batch (.|\n)*labels that are all -100"):
+            job.step([batch[0], alone])
+        torch.testing.assert_close(job.state_dict(), before, rtol=0, atol=0)
+        twin = copy.deepcopy(job.model)
+        more = batch_of(SMALL, seed=3)
+        more["labels"][:] = -100
+        ids, labels = (torch.cat([batch[1][name], more[name]]) for name in ("ids", "labels"))
+        loss = job.step([batch[0], {"labels": labels, "ids": ids, "pixels": more["pixels"], "grid": more["grid"]}])
+        expected = eager_loss(twin, [batch[0], {name: batch[1][name] for name in ("ids", "labels")}])
+        expected.backward()
+        OPTIONS["optimizer"](twin.parameters()).step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_old_forms_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices keep code of a few forms, and the host no more: neither images, nor files, nor what it counts by."""
+    monkeypatch.setattr(forms, "MOST_FORMS", 3)
+    first = [batch_of(SMALL, SMALL)] * 2
+    others = [batch_of(((1, 1 + i),), SMALL, seed=i) for i in range(5)]
+    with job_of(first) as job:
+        assert_trains_like_eager(job, [[each, first[0]] for each in (*others, others[0])])
+        inputs: Any = job._inputs
+        kept = inputs.forms.forms
+        assert sorted(form.number for form in kept) == [1, 2, 3]
+        assert {len(inputs._counters), len(inputs._picks)} <= {2, 3}
+        assert len([*kept[-1].directory.parent.glob("form*")]) == 2
+        assert all(form.prologue.example["pixels"].is_meta for form in kept[1:])
+
+
+def test_more_forms_in_a_step_than_devices_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "MOST_FORMS", 3)
+    batch = [batch_of(((1, 2 + i),), SMALL, seed=i) for i in range(4)]
+    with job_of([batch_of(SMALL, SMALL)] * 4) as job:
+        with pytest.raises(BatchError, match=r"more than 3 forms(.|\n)*round the sizes"):
+            job.step(batch)
+        assert_trains_like_eager(job, [[*batch[:2], *batch[:2]], [batch_of(SMALL, SMALL, seed=9)] * 4])
 
 
 def test_rows_of_other_lengths() -> None:
