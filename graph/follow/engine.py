@@ -37,9 +37,10 @@ from ..operators.record import (
     plain,
     record_name,
 )
-from ..operators.states import ANY_STEP, ByRow, Free, Kind, Mixed, OneRow, RowState, Scale, whole
+from ..operators.states import ANY_STEP, ByRow, Free, Kind, Mixed, OneRow, RowState, Scale, differs, whole
 from ..operators.table import operator_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
+from .constants import ConstantValues, attention_mask, is_same_in_rows
 
 Met = tuple[Kind, str]  # in what way rows met, and in which operator of torch
 
@@ -136,6 +137,7 @@ class Follower(TorchDispatchMode):
         self.counted = {divisor.input: divisor.spread for divisor in graph.loss.rules.divisors}
         self.orders = itertools.count()
         self.fakes: dict[int, torch.Tensor] = {}
+        self.constants = ConstantValues(graph)
 
     # --- what rules ask and tell (`Watcher`)
 
@@ -169,7 +171,7 @@ class Follower(TorchDispatchMode):
         elif node.op == "get_attr" or is_mode_switch(node):
             effect = Effect(tuple(self.state(t) for t in tensors), (), ())
         else:
-            effect = self._call_effect(node, tensors)
+            effect = self._by_values(node, tensors, self._call_effect(node, tensors))
         self.numbers.append(list(effect.numbers))
         effect = self._compare_rows(node, tensors, effect)
         if effect.met:
@@ -242,6 +244,38 @@ class Follower(TorchDispatchMode):
         if key is not None and next(self.orders) == before + 1:  # no permutation of its own
             self.known[key] = effect
         return effect
+
+    def _by_values(self, node: fx.Node, tensors: list[torch.Tensor], effect: Effect) -> Effect:
+        """The effect of a node, where the values of constants say that rows stay apart in it after all."""
+        kinds = {kind for kind, _ in effect.met} if self.rows > 1 and not node.meta["mutates"] else set[Kind]()
+        if Kind.ROW_NUMBER in kinds and any([self._learn_value(arg, node) for arg in node.all_input_nodes]):
+            self.now = ([], [])
+            effect = self._call_effect(node, tensors)
+        masked = attention_mask(node) if Kind.PAIRS in kinds else None
+        if masked is None:
+            return effect
+        states = [self.state(each.meta["val"]) for each in masked[0]]
+        dims = [each.meta["val"].dim() - 2 for each in masked[0]]
+        inner = [each.meta["val"].shape[-2] // self.rows for each in masked[0]]
+        is_packed = states == [ByRow(dim=dim, inner=size) for dim, size in zip(dims, inner)]
+        if is_packed and self.constants.part_rows(masked[1], node, self.rows):
+            return replace(effect, states=(states[0],), met=())
+        return effect
+
+    def _learn_value(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Whether the value of a constant is the same for each row along a dimension, which its state did not say."""
+        tensor = node.meta["val"]
+        state = self.state(tensor) if isinstance(tensor, torch.Tensor) else None
+        if not isinstance(state, Free) or (value := self.constants.of(node, reader)) is None:
+            return False
+        found = state
+        for dim, size in enumerate(value.shape):
+            inner = size // self.rows
+            if differs(found, dim, inner, self.rows) and is_same_in_rows(value, dim, self.rows):
+                others = {stretch for stretch in found.varies if stretch[0] != dim}
+                found = replace(found, varies=frozenset({*others, (dim, 1, inner)}))
+        self.states[id(tensor)] = found
+        return found != state
 
     def _key(self, node: fx.Node) -> Hashable | None:
         """Equal for nodes with the same effect; None for a node that has a value which cannot be compared."""
