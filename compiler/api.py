@@ -97,18 +97,10 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
+    given = dict(locals())
     check_release(torch.__version__)
     with planning():
-        request = Request(
-            model=model, hardware=hardware, example_inputs=example_inputs, optimizer=optimizer,
-            lr_scheduler=lr_scheduler, param_groups=param_groups, loss_fn=loss_fn, loss_weight=loss_weight,
-            strategy=strategy, plan=plan, micro_batches=micro_batches, precision=precision,
-            gradient_dtype=gradient_dtype, boundary_dtype=boundary_dtype, max_grad_norm=max_grad_norm, seed=seed,
-            weights=weights, stop_on_nan=stop_on_nan, search_s=search_s, steps=steps, dump=dump, profile=profile,
-            ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, kernels=kernels, compile_stages=compile_stages,
-            cuda_graphs=cuda_graphs, dynamic_shapes=dynamic_shapes, timeout_s=timeout_s, check=check,
-        ).settle()  # fmt: skip
-        request, graphs, wishes, rows, result = _find(request)
+        request, graphs, wishes, rows, result = _find(Request(**given).settle())
         best = result.best
         folder, trust = _folder(request, graphs, result, rows)
     graphs.forget()
