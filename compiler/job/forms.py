@@ -83,7 +83,6 @@ def why_one_form(folder: Folder) -> str:
         "torchrun": TorchrunDriver.is_present(),
         "asynchronous training": interface.asynchronous,
         "cuda_graphs=True": interface.cuda_graphs,
-        "compile_stages=True": folder.settings.compile_stages,
         "teams of devices": interface.team > 1,
         "lanes that have shares of different sizes": bool(interface.smaller_shares),
         "buffers that forward changes": any(x.changing_buffers or x.exchanges for x in interface.stages.values()),

@@ -18,6 +18,7 @@ from ...ir import ops
 from ...ir.errors import BatchError, BudgetExceeded, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import (
+    FIRST_FORM,
     Interface,
     Program,
     bind_one,
@@ -145,8 +146,7 @@ class DeviceSession:
         self._counters_before: tuple[dict[str, Any], int]  # and of evaluations, before the step that began last
         self._report_of_tail: dict[str, Any] = {}
         self.report_before: dict[str, Any] = {}  # of the step before the one that began last; empty at the first
-        if setup.compile_stages or any(store.runner.has_chains for store in self.state.stores.values()):
-            self._try_kernels(programs["step"])
+        self._try_kernels(programs["step"])
         self._to_graph = programs["step"] if self._has_graphs else None  # until the first step, as weights come before
 
     def _find_device(self) -> torch.device:
@@ -171,6 +171,7 @@ class DeviceSession:
         self.plans = {name: self._plan(name, program) for name, program in programs.items()}
         self._moved = {name: moved_bytes(plan, self.setup.hardware, self.spec) for name, plan in self.plans.items()}
         self.state.take_form(number, form, file, self.plans)
+        self._try_kernels(programs["step"], number)
 
     def _warm_up(self, programs: list[Program]) -> None:
         """Load the kernels of all stages, as the first step would, while no message is under way."""
@@ -183,9 +184,11 @@ class DeviceSession:
             warm_up(self.state.stores, self.file.build, arena, programs, setup.precision, setup.optimizer)
             warm_up_routes(programs, self.device)
 
-    def _try_kernels(self, program: Program) -> None:
-        """Compile the stages' blocks, or their chains of calls, where they will run: while no message is under way, and
-        no value takes memory."""
+    def _try_kernels(self, program: Program, form: int = FIRST_FORM) -> None:
+        """Compile the blocks of a form's stages, or their chains of calls, where they will run: while no message is
+        under way, and no value takes memory."""
+        if not self.setup.compile_stages and not any(s.of_forms[form].has_chains for s in self.state.stores.values()):
+            return
         keeps: dict[str, list[Any]] = {}
         for node in program.ops():
             if node.target is ops.forward:
@@ -193,7 +196,7 @@ class DeviceSession:
 
         def run() -> None:
             for stage, found in keeps.items():
-                self.state.stores[stage].runner.try_kernels(found)
+                self.state.stores[stage].of_forms[form].try_kernels(found)
 
         self._compute(run)
 

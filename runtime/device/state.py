@@ -312,8 +312,10 @@ class DeviceState:
 
     def eager_blocks(self) -> dict[str, dict[str, str]]:
         """Of stages that are to run compiled: stage -> class of blocks, or chain of calls -> why it runs eagerly."""
-        runners = {name: store.runner for name, store in self.stores.items()}
-        found = {name: r.chains_as_written | (r.compiled.reasons if r.compiled else {}) for name, r in runners.items()}
+        found: dict[str, dict[str, str]] = {}
+        for name, store in self.stores.items():
+            for r in store.of_forms.values():
+                found.setdefault(name, {}).update(r.chains_as_written | (r.compiled.reasons if r.compiled else {}))
         return {name: reasons for name, reasons in found.items() if reasons}
 
     def forget_values(self) -> None:

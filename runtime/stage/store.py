@@ -135,7 +135,8 @@ class StageStore:
     ) -> None:
         """Run micro-batches of a form by a module of their own. `kept_bytes`: the most that a form keeps."""
         first = self.runner
-        runner = StageRunner(spec, module, first.device, first.precision.name, first.weights_move)
+        compiler = None if first.compiled is None else first.compiled.backend
+        runner = StageRunner(spec, module, first.device, first.precision.name, first.weights_move, compiler)
         runner.load_buffers({**self._buffers(), **constants})
         self.of_forms[number], self._constants_of[number] = runner, dict(constants)
         for each in self.of_forms.values():

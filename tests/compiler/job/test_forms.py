@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import penstock
 from penstock.compiler.job import forms
@@ -244,21 +245,50 @@ class Counting(Seeing):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "told"),
+    ("model", "told"),
     [
-        (Seeing, {}, "other sizes, such as images, are captured when they first come"),
-        (Seeing, {"compile_stages": True}, "with compile_stages=True, all batches must have the example's sizes"),
-        (Counting, {}, "with buffers that forward changes, all batches must"),
+        (Seeing, "other sizes, such as images, are captured when they first come"),
+        (Counting, "with buffers that forward changes, all batches must"),
     ],
 )
-def test_compile_says_what_becomes_of_other_sizes(model: type[Seeing], options: dict[str, Any], told: str) -> None:
+def test_compile_says_what_becomes_of_other_sizes(model: type[Seeing], told: str) -> None:
     example, hardware = batch_of(SMALL, SMALL), penstock.Hardware.cpu(1, memory="256MB")
     with pytest.warns(UserWarning, match=f"reads the values of grid, ids: .*{told}"):
-        given = {**OPTIONS, **options, "strategy": "balanced", "micro_batches": 1}
+        given = {**OPTIONS, "strategy": "balanced", "micro_batches": 1}
         job = penstock.compile(model(), hardware, example_inputs=example, **given)
-    if options or model is Counting:
+    if model is Counting:
         with job, pytest.raises(BatchError, match="compiled for"):
             job.step(batch_of(WIDE, WIDE))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.linear(self.norm(h)).tanh()
+
+
+class Layered(Seeing):
+    """Sees images through blocks of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(Layer(), Layer(), Layer())  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_blocks_are_compiled_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.device.state.BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    with job_of(LISTED[0], model=Layered(), compile_stages=True) as job:
+        assert_trains_like_eager(job, LISTED[:2])
+        inputs: Any = job._inputs
+        found, num_forms = counters["aot_autograd"]["ok"], len(inputs.forms.forms)
+        assert num_forms > 1 and found >= num_forms and found % num_forms == 0
+        assert job.last is not None and not job.last.eager_blocks
 
 
 def test_devices_that_start_again_get_the_forms(tmp_path: Any) -> None:
