@@ -27,8 +27,8 @@ from ...ir.verify import verify
 from ...runtime import scratch
 from ...runtime.processes.driver import Driver
 from ...runtime.processes.setup import RunSetup
-from ...runtime.processes.torchrun import TorchrunDriver
 from ..batches.shape import BatchShape, flatten, program_inputs
+from ..capture.inputs import input_name
 from ..capture.prologue.prologue import Prologue
 from ..folder import Folder
 from ..packing.limit import DocumentLimit
@@ -80,7 +80,6 @@ def why_one_form(folder: Folder) -> str:
     """What keeps the devices of a job to micro-batches of the example's form; "" for nothing."""
     interface = folder.interface
     reasons = {
-        "torchrun": TorchrunDriver.is_present(),
         "asynchronous training": interface.asynchronous,
         "cuda_graphs=True": interface.cuda_graphs,
         "teams of devices": interface.team > 1,
@@ -130,21 +129,36 @@ class Forms:
         program of the plan takes."""
         return any(form.number != FIRST_FORM for form, _ in map(self._find, self._cut(batch)))
 
-    def read(self, batch: Any, with_outputs: bool) -> list[MicroBatch]:
+    def describe(self, batch: Any) -> list[Any]:
+        """The micro-batches of a rank's batch for the other ranks: the numbers of forms that have come, and of others,
+        as plain data, what forward reads of them and the sizes of the rest."""
+        parts = [] if batch is None else self._cut(batch)
+        found = [(self._known(part), part) for part in parts]
+        return [self._plain(part) if known is None else known[0].number for known, part in found]
+
+    def is_met(self, described: Sequence[Any]) -> bool:
+        """Whether micro-batches of all ranks are to run in forms."""
+        return self.is_begun or any(each != FIRST_FORM for each in described)
+
+    def read(self, batch: Any, with_outputs: bool, described: Sequence[Any] = ()) -> list[MicroBatch]:
         """The micro-batches of a batch, with their forms, which the devices have. Raises `BatchError` for a batch that
         no program of the plan takes; `with_outputs`: also for one of which forward returns other tensors than of the
-        example."""
-        parts = self._cut(batch)
-        found = [self._find(part) for part in parts]
-        forms = [form for form, _ in found]
+        example. `described`: the micro-batches of all ranks, each of which looks for all their forms in one order."""
+        parts = [] if batch is None else self._cut(batch)
+        if described:
+            forms = self._find_all(described)
+            found = [known for known in map(self._known, parts) if known is not None]
+        else:
+            found = [self._find(part) for part in parts]
+            forms = [form for form, _ in found]
         if isinstance(batch, Mapping) and len(parts) > 1:
-            if len({form.number for form in forms}) > 1:  # forward on the whole may use one number for all of them
+            if len({form.number for form, _ in found}) > 1:  # forward on the whole may use one number for all of them
                 raise BatchError(
                     f"micro-batches of this batch differ in what forward does with them: {self._text(parts[0])}; "
-                    f"{self._text(parts[-1])}. Hand over a list of the {self.count} micro-batches, as gradient "
+                    f"{self._text(parts[-1])}. Hand over a list of the {len(parts)} micro-batches, as gradient "
                     "accumulation has them, which are taken by themselves; or compile with micro_batches=1"
                 )
-            forms[0].prologue.add(batch, self.count, self.count)  # which refuses rows that meet
+            forms[0].prologue.add(batch, len(parts), self.count)  # which refuses rows that meet
         others = set[str]().union(*(form.outputs ^ self.forms[0].outputs for form in forms))
         if with_outputs and others:
             raise BatchError(
@@ -158,7 +172,8 @@ class Forms:
             )
         self._load(forms)
         return [
-            MicroBatch(part, leaves, {FORM: form.number}, form.directory) for part, (form, leaves) in zip(parts, found)
+            MicroBatch(part, leaves, {FORM: form.number}, form.directory)
+            for part, (form, leaves) in zip(parts, found, strict=True)
         ]
 
     def pack(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -168,14 +183,14 @@ class Forms:
             if name not in self.room.batch:
                 continue
             first, *rest = self.room.batch[name].shape
-            whole = found[name] = torch.zeros(first * self.count, *rest, dtype=self.shape.leaves[name][1])
-            for place, each in zip(whole.chunk(self.count), micro_batches):
+            whole = found[name] = torch.zeros(first * len(micro_batches), *rest, dtype=self.shape.leaves[name][1])
+            for place, each in zip(whole.chunk(len(micro_batches)), micro_batches):
                 value = each.leaves[name].reshape(-1)
                 place.view(-1)[: len(value)] = value
         return found
 
     def _cut(self, batch: Any) -> list[Any]:
-        """The micro-batches of a batch, or of a list of them."""
+        """The micro-batches of a batch, or of a list of them: of all of it, or on a rank of torchrun of its lane."""
         shape = replace(self.shape, leaves={name: self.shape.leaves[name] for name in self._user_names})
         listed = is_listed(batch, shape)
         parts: list[Any] = batch if listed else [batch]
@@ -185,22 +200,44 @@ class Forms:
             if missing:
                 raise BatchError(f"a micro-batch lacks {', '.join(missing)}; {_EACH_HAS}")
         tensors = [shape.tensors(self.model, part, shape.leaves) for part in parts]
+        own = len(self.run.feed.micro_batches)
         if listed:
-            if len(parts) != self.count:
-                raise BatchError(f"the batch is a list of {len(parts)} micro-batches, and {self.count} make a step")
+            if len(parts) not in (own, self.count):
+                raise BatchError(f"the batch is a list of {len(parts)} micro-batches, and {own} make a step")
             return parts
+        rows, size = min((self.shape.entries(name, self.shape.size), len(tensors[0][name])) for name in shape.leaves)
+        count = self.count if rows == size else own
         for name, value in tensors[0].items():
-            if self.count > 1 and (not value.dim() or len(value) % self.count):
+            if count > 1 and (not value.dim() or len(value) % count):
                 raise BatchError(
                     f"batch[{name!r}] has {len(value) if value.dim() else 'no'} entries, so that nothing says which "
-                    f"belong to which of {self.count} micro-batches: hand over a list of {self.count} micro-batches, "
-                    "as gradient accumulation has them"
+                    f"belong to which of {count} micro-batches: hand over a list of {count} micro-batches, as gradient "
+                    "accumulation has them"
                 )
-        return [part_of(batch, i, self.count) for i in range(self.count)]
+        return [part_of(batch, i, count) for i in range(count)]
 
-    def _find(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]]:
-        """The form of a micro-batch, which is captured where it has not come before, and its inputs."""
+    def _plain(self, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+        reads = self.prologue.reads
+        return {
+            name: [str(x.dtype).removeprefix("torch."), [*x.shape], x.tolist() if input_name(name) in reads else None]
+            if isinstance(x, Tensor) else x
+            for name, x in micro_batch.items()
+        }  # fmt: skip
+
+    def _find_all(self, described: Sequence[Any]) -> list[KnownForm]:
+        """The forms of what `describe` returns."""
         self._time += 1
+        found = [form for form in self.forms if form.number in described]
+        for form in found:
+            form.used = self._time
+        for each in described:
+            if isinstance(each, dict):
+                tensors = {name: _tensor(*x) if isinstance(x, list) else x for name, x in each.items()}
+                found.append(self._find(tensors)[0])
+        return found
+
+    def _known(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]] | None:
+        """The form of a micro-batch, and its inputs; None where it has not come before."""
         given = {name: tuple(t.shape) or (1,) for name, t in flatten(self.model, micro_batch)[0].items()}
         for form in sorted(self.forms, key=lambda form: (-form.num_same(micro_batch), -form.used)):
             own = form.interface.batch
@@ -209,8 +246,16 @@ class Forms:
                     leaves = form.read(self.shape, micro_batch, self.count)
                 except BatchError:
                     continue
-                form.used = self._time
                 return form, leaves
+        return None
+
+    def _find(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]]:
+        """The form of a micro-batch, which is captured where it has not come before, and its inputs."""
+        self._time += 1
+        found = self._known(micro_batch)
+        if found is not None:
+            found[0].used = self._time
+            return found
         form = self._capture(micro_batch)
         leaves = form.read(self.shape, micro_batch, self.count)
         for dropped in [each for each in self.forms if each.number == form.number]:
@@ -290,3 +335,8 @@ class Forms:
             if form.files is not None and form.number not in self._there:
                 driver.take_form(form.number, form.files, self.room)
                 self._there.add(form.number)
+
+
+def _tensor(dtype: str, shape: Sequence[int], values: Any) -> Tensor:
+    kind = getattr(torch, dtype)
+    return torch.empty(shape, dtype=kind, device="meta") if values is None else torch.tensor(values, dtype=kind)

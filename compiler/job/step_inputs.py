@@ -75,11 +75,18 @@ class StepInputs:
             return self._inputs(function, given, [given.counts], [given.sizes])
         driver = self.run.driver
         refused: PenstockError | None = None
-        given = ReadBatch()
+        given, described = ReadBatch(), list[Any]()
         self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
         try:
             self._require_model(function)
-            given = self._read(function, batch, self.inputs_for(driver.inputs.get(function, ())), call)
+            described = [] if self.forms is None else self.forms.describe(batch)
+        except (BatchError, PlanError) as error:
+            refused = error
+        met = [described] if self.forms is None else driver.gather(None if refused else described)
+        try:
+            if refused is None and None not in met:
+                needed = self.inputs_for(driver.inputs.get(function, ()))
+                given = self._read(function, batch, needed, call, [each for row in met for each in row])
         except (BatchError, PlanError) as error:
             refused = error
         rows = driver.agree_on_batch(call or function, given.kind, refused, [given.counts, given.sizes])
@@ -94,18 +101,23 @@ class StepInputs:
         if function == "step":
             self.taken.require_unchanged()
 
-    def _read(self, function: str, batch: Any, needed: Collection[str], call: str) -> ReadBatch:
-        """Raises `BatchError` for a batch that the programs do not take."""
+    def _read(
+        self, function: str, batch: Any, needed: Collection[str], call: str, described: Sequence[Any] = ()
+    ) -> ReadBatch:
+        """Raises `BatchError` for a batch that the programs do not take. `described`: micro-batches of all ranks."""
         alone = self.run.folder.settings.one_document
         if alone and any(map(most_documents, batch if isinstance(batch, list) else [batch])):
             raise BatchError(f"batch[{POSITIONS!r}] {alone}")
-        if self.forms is not None and (self.forms.is_begun or self.forms.is_uneven(batch)):
+        if self.forms is not None and described:
+            if self.forms.is_met(described):
+                return self._read_forms(self.forms, batch, call, described)
+        elif self.forms is not None and (self.forms.is_begun or self.forms.is_uneven(batch)):
             return self._read_forms(self.forms, batch, call)
         if self.feed.any_sizes is None:
             try:
                 leaves, kind = self.feed.read(function, batch, needed)
             except BatchError:
-                if self.forms is None or batch is None or not self.forms.is_other(batch):
+                if self.forms is None or batch is None or described or not self.forms.is_other(batch):
                     raise
                 return self._read_forms(self.forms, batch, call)
             if self.documents is not None and self.documents.positions in leaves:
@@ -132,16 +144,25 @@ class StepInputs:
         counts = self._counts_of(parts) if leaves.keys() >= set(self.rules.inputs) else None
         return ReadBatch(leaves, kind, counts, sizes)
 
-    def _read_forms(self, forms: Forms, batch: Any, call: str) -> ReadBatch:
+    def _read_forms(self, forms: Forms, batch: Any, call: str, described: Sequence[Any] = ()) -> ReadBatch:
         """A batch whose micro-batches may be of different forms."""
-        parts = forms.read(batch, with_outputs=call == "evaluate")
-        kept = {form.directory for form in forms.forms}
+        parts = forms.read(batch, call == "evaluate", described)
+        kept = [form.directory for form in forms.forms]
         for known in (self._counters, self._picks):
-            for files in known.keys() - kept:
+            for files in known.keys() - {*kept}:
                 del known[files]
+        for files in kept:
+            self.counter(files)  # all ranks, of all forms
+        if batch is None:
+            return ReadBatch()
         for number, part in enumerate(parts):
             self.picks(part.files).check(part.leaves, 1, number, 1)
-        return ReadBatch(forms.pack(parts), WHOLE, self._counts_of(parts), [[*part.sizes.values()] for part in parts])
+        kind = WHOLE if len(parts) == forms.count else PART
+        counts, sizes = self._counts_of(parts), [[*part.sizes.values()] for part in parts]
+        if kind == WHOLE and self.feed.device is not None:
+            own = self.feed.micro_batches
+            counts, sizes = counts and counts[own.start : own.stop], sizes[own.start : own.stop]
+        return ReadBatch(forms.pack(parts), kind, counts, sizes)
 
     def _counts_of(self, parts: Sequence[MicroBatch]) -> Counts | None:
         if not self.rules.divisors:

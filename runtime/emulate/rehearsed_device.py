@@ -154,7 +154,7 @@ class RehearsedSession(DeviceSession):
     def _find_device(self) -> torch.device:
         return NOWHERE
 
-    def _try_kernels(self, program: Program) -> None:
+    def _try_kernels(self, program: Program, form: int = FIRST_FORM) -> None:
         """A rehearsal has no blocks."""
 
     @property

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch._dynamo.utils import counters
 import penstock
 from penstock.compiler.job import forms
 from penstock.errors import BatchError, PlanError
+from penstock.runtime.processes.local import worker_environment
 
 IMAGE, TOKENS = 3, 12
 Batch = dict[str, Tensor]
@@ -259,6 +263,34 @@ def test_compile_says_what_becomes_of_other_sizes(model: type[Seeing], told: str
     if model is Counting:
         with job, pytest.raises(BatchError, match="compiled for"):
             job.step(batch_of(WIDE, WIDE))
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("strategy", ["data-parallel", "gpipe"])
+def test_each_rank_of_torchrun_has_micro_batches_of_its_own(strategy: str, tmp_path: Path) -> None:
+    """A form that comes on one rank is captured on all. What one rank refuses, all do, and go on."""
+    script = Path(__file__).with_name("forms_of_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        [*command, str(tmp_path), strategy], env=worker_environment(1), capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr
+    torch.manual_seed(0)
+    model = Seeing()
+    optimizer, losses = OPTIONS["optimizer"](model.parameters()), []
+    for batch in LISTED:
+        loss = eager_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        torch.testing.assert_close(found["losses"], losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["weights"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["evaluated"], eager_loss(model, LISTED[1]).detach(), rtol=1e-5, atol=1e-6)
+        assert "images and tokens differ" in found["refused"]
 
 
 class Layer(nn.Module):
