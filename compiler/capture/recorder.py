@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -18,13 +18,11 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ...graph.edit import set_base, set_writes
 from ...graph.kernels.stand_ins import SHAPE_RULES
 from ...graph.opgraph import value_tensors
-from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...runtime import accelerator
 from ...runtime.forced_eager import forced_eager
@@ -41,9 +39,7 @@ from ...runtime.torch_names import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    NormBase,
     OpOverload,
-    TorchDispatchMode,
     assert_async,
     enter_autocast,
     exit_autocast,
@@ -72,6 +68,9 @@ from .values.branches import answer_if_finite, answer_of_draw, answer_without_er
 from .values.coordinates import NO_COORDINATES, Coordinates
 from .values.fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .values.known import UNKNOWN
+from .watch.buffers import note_buffers
+from .watch.gradients import SwitchedGradients
+from .watch.modes import DrawWatch, EachFunction, EachPlainCall
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
 
 SEEDS = {  # functions that set the state of a generator of the process
@@ -96,52 +95,6 @@ class ClassOfOneCall(CaptureError):
     """An autograd function is another class in each forward."""
 
 
-class EachFunction(TorchFunctionMode):
-    """Calls `on_function(function, args, kwargs)` in place of every torch function that runs under it."""
-
-    def __init__(self, on_function: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]):
-        super().__init__()
-        self.on_function = on_function
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return self.on_function(func, args, kwargs or {})
-
-
-class EachPlainCall(TorchDispatchMode):
-    """Calls `on_call(operator, args, kwargs)` in place of every ATen call on plain tensors: below function transforms,
-    which are to be left before its first `error` is raised."""
-
-    def __init__(self, on_call: Callable[..., Any]):
-        super().__init__()
-        self.on_call = on_call
-        self.error: CaptureError | None = None
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if self.error is None:
-            try:
-                return self.on_call(func, args, kwargs or {})
-            except CaptureError as error:
-                self.error = error
-        return func(*args, **(kwargs or {}))
-
-
-class DrawWatch(TorchDispatchMode):
-    """Notices whether the ops that run under it draw random numbers."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-    def watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_watched(*args: Any) -> Any:
-            with self:
-                return run(*args)
-
-        return run_watched
-
-
 class Recorder(GraphWriter):
     """Records one run of a model into `graph`. Use `with recorder.recording(): model(...)`. `is_again`: it compares a
     later run."""
@@ -153,7 +106,7 @@ class Recorder(GraphWriter):
         self.steps: list[fx.Node] = []  # recorded calls in order, without get_attr, getitem and size nodes
         self.num_calls = 0
         self.calls: dict[Any, RecordedCall] = {}
-        self.other_gradients: dict[int, str] = {}  # ids of parameters with another requires_grad now -> what to say
+        self.gradients = SwitchedGradients(held.names, self.lines.where)
         self.has_sparse = False  # an embedding asks for sparse gradients, which are dense here
         self.left_out_kernels: dict[str, list[str]] = {}  # by package; their reference code is recorded
         self.has_checkpoints = False  # forward asks for recomputation, which passes decide here
@@ -196,8 +149,7 @@ class Recorder(GraphWriter):
         ):  # fmt: skip
             self.left_out_kernels = left_out
             yield
-        if self.other_gradients:
-            raise CaptureError(next(iter(self.other_gradients.values())))
+        self.gradients.require_none()
 
     def _hook(self, original: Callable[..., Any], on_call: Callable[..., Any]) -> Callable[..., Any]:
         """The function that calls `on_call(original, ...)`, and the original itself within a call that is recorded."""
@@ -288,10 +240,10 @@ class Recorder(GraphWriter):
         if call.kind == "query":
             return self.answer(call, func, args, kwargs)
         if call.asks_gradient:
-            self._note_gradient(*args, **kwargs)
+            self.gradients.note(*args, **kwargs)
             return args[0] if func is torch.Tensor.requires_grad_ else None
-        if self.other_gradients:
-            self._require_same_gradients(tree_leaves((args, kwargs)))
+        if self.gradients.found:
+            self.gradients.require_unused(tree_leaves((args, kwargs)))
         if call.kind == "refuse":
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
         dense = self.coordinates.perform(func, args, kwargs, self._other_call)
@@ -419,24 +371,6 @@ class Recorder(GraphWriter):
         own: torch.dtype = layer.packing.dtype
         return self.held.options.param_dtype or own
 
-    def _note_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> None:
-        """Note where forward trains a parameter from now on, or no longer, until it sets that back, as PEFT does around
-        a forward without adapters. A gradient of any other tensor would be computed for nobody: PEFT's and
-        transformers' hooks on embeddings ask for it."""
-        names = self.held.names.get(id(tensor), ())
-        self.other_gradients.pop(id(tensor), None)
-        if names and tensor.requires_grad != requires_grad:
-            self.other_gradients[id(tensor)] = (
-                f"{self.lines.where()}\n  forward sets requires_grad of {names[0]!r} to {requires_grad}, where it was "
-                f"{tensor.requires_grad}: set it before compile; detach() a weight to leave it out of one use"
-            )
-
-    def _require_same_gradients(self, values: Iterable[Any]) -> None:
-        """Raise CaptureError for a parameter that is used while its `requires_grad` is another."""
-        for value in values if self.other_gradients and torch.is_grad_enabled() else ():
-            if id(value) in self.other_gradients:
-                raise CaptureError(self.other_gradients[id(value)])
-
     def on_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A module was called: record it whole if it is a leaf, else note where we are and let it run."""
         path = self.held.paths.get(id(module))
@@ -453,7 +387,7 @@ class Recorder(GraphWriter):
         try:
             if path and id(module) in self.held.leaves and not is_parametrized(module):  # forward may parametrise it
                 step = RecordedCall("call_module", path)
-                self._require_same_gradients(module.parameters())
+                self.gradients.require_unused(module.parameters())
                 with DisableTorchFunction():
                     return self.perform(step, self.lower(args), self.lower(kwargs), call.__get__(module), args, kwargs)
             return call(module, *args, **kwargs)
@@ -537,7 +471,7 @@ class Recorder(GraphWriter):
         node = self._record(call, args, kwargs, result, touched)
         set_writes(node, mutated)
         node.meta["random"] = self._is_random(call, real_args, real_kwargs or {})
-        self._note_buffers(call, node, args, kwargs)
+        note_buffers(self.held, call, node, args, kwargs)
         if self.rows is not None:
             self.rows.note(node, run, args, kwargs, parents)
         self.bind(node, result)
@@ -651,22 +585,6 @@ class Recorder(GraphWriter):
             return is_random_module(self.held.modules[call.target])
         return is_random(call, args, kwargs)
 
-    def _note_buffers(self, call: RecordedCall, node: fx.Node, args: Any, kwargs: Any) -> None:
-        """Say which buffers the call writes: running statistics (invisible to version counters) and in-place writes."""
-        names: list[str] = []
-        if call.kind == "call_module":
-            module = self.held.modules[call.target]
-            keeps_statistics = isinstance(module, NormBase) and module.track_running_stats
-            if keeps_statistics and module.training:
-                names += [f"{call.target}.{name}" for name, buffer in module._buffers.items() if buffer is not None]
-        elif call.target in (nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm):
-            set_writes(node, _running_statistics(call.target, args, kwargs))
-        for owner in written_roots(node):
-            if owner.op == "get_attr" and owner.target in self.held.buffers:
-                names.append(str(owner.target))
-        if names:
-            node.meta["updates_buffers"] = tuple(names)
-
     def _executable(self, args: Any, kwargs: Any, real_args: tuple, real_kwargs: dict) -> tuple[tuple, dict]:
         """The user's own arguments, unless one of them must not run as it is (real tensors, accelerator devices)."""
         if not self.rebuild_args:
@@ -697,14 +615,3 @@ def _apply_of(kind: type) -> Callable[..., Any]:
     apply.__name__, apply.__qualname__, apply.__module__ = "apply", f"{kind.__qualname__}.apply", kind.__module__
     apply.__self__ = kind  # type: ignore[attr-defined]
     return apply
-
-
-def _running_statistics(target: Any, args: Any, kwargs: Any) -> tuple[fx.Node, ...]:
-    """The running mean and variance that a functional norm in training mode writes."""
-    names = ["running_mean", "running_var"]
-    first = 3 if target is torch.batch_norm else 1
-    given = [kwargs.get(name, args[first + i] if len(args) > first + i else None) for i, name in enumerate(names)]
-    flag = "use_input_stats" if target is nn.functional.instance_norm else "training"
-    default = target is nn.functional.instance_norm
-    training = kwargs.get(flag, args[5] if len(args) > 5 else default)
-    return tuple(node for node in given if training and isinstance(node, fx.Node))

@@ -21,7 +21,7 @@ from ...runtime.torch_names import tree_leaves, tree_map
 from ..capture.calls import classify, is_random, is_random_module, leaf_modules
 from ..capture.custom_functions import original_apply
 from ..capture.guard import replace_functions
-from ..capture.recorder import DrawWatch, EachFunction
+from ..capture.watch.modes import DrawWatch, EachFunction
 
 Shapes = Mapping[tuple[str, int], torch.Size]  # by place and number: of what one micro-batch draws
 
