@@ -144,7 +144,7 @@ class JobOptions:
 
     def machines(self) -> list[Hardware]:
         """All machines that were named, each with every --set, --dram and --ssd applied."""
-        from ..ir.machine.hardware import Hardware
+        from .. import Hardware  # whose `detect` the package sets
 
         changes = [*(self.set or ())]
         if self.dram is not None:

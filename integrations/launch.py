@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .. import Hardware  # whose `detect` the package sets
 from ..ir.errors import PenstockError, PlanError
-from ..ir.machine.hardware import Hardware
 
 ERROR = 2  # exit code
 REPLACED = {  # module -> its class -> the class that takes its place
