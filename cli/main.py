@@ -340,9 +340,9 @@ def show_hardware(
         return
     if measure and name != "detect":
         raise PlanError(f"--measure times this machine; it goes with `detect`, not with {name!r}")
-    from .. import Hardware  # whose `detect` the package sets
+    from ..runtime.processes.joint_hardware import typed_hardware
 
-    found = Hardware.typed(name, change, measure)
+    found = typed_hardware(name, change, measure)
     if os.environ.get("RANK", "0") != "0":  # of a torchrun, whose first rank tells of all
         return
     print(found.describe())

@@ -63,8 +63,8 @@ def row_facts(
     trace: GraphOf, count: int, batch_size: int, device_kind: str = "cpu", is_whole: bool = False
 ) -> RowFacts:
     """The facts of a model whose global batch has `batch_size` rows; `count` is a number of micro-batches whose graph
-    is needed in any case. A graph of other rows shows the numbers that the model makes of the number of rows. `is_whole`:
-    the batch is never cut, so that this graph is traced only where the first one leaves something open."""
+    is needed in any case. A graph of other rows shows the numbers that the model makes of the number of rows.
+    `is_whole`: the batch is never cut, so that it is traced only where the first one leaves something open."""
     if batch_size == 1:
         return RowFacts()
     graph, rows = trace(count), batch_size // count
