@@ -24,8 +24,11 @@ from .options import AnswerOptions, JobOptions, PlanOptions, TrainOptions, takes
 from .working import working
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..compiler.job.job import Job
     from ..passes.draft import Draft
+    from .figures import Alternative
 
 DIFFERS, ERROR, INTERRUPTED = 1, 2, 130  # exit codes
 # Libraries that transformers imports whether or not they are used; without a GPU they warn of what they lack there.
@@ -92,9 +95,8 @@ def plan(
         raise PlanError("--prove is for a plan that is searched; leave it, or --plan, out")
     with sharing(), working(None if several else options.items) as tell:  # imports alone take seconds
         from ..compiler.report.failures import failure_report, with_failures
-        from .answer import alternatives as other_plans
-        from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
-        from .figures import Alternative, figures_of
+        from .answer import answer, parse_tokens, print_answer, require_tokens
+        from .figures import figures_of
 
         count = None if shown.tokens is None else parse_tokens(shown.tokens)
         if count is not None:
@@ -106,18 +108,8 @@ def plan(
         if several:
             compare(options, as_json, html)
             return
-        looks = shown.alternatives is not False and options.plan is None
         failing = with_failures(options.machine(), shown.mtbf, shown.storage)
-        try:
-            compile_job = options.compile_with_proof if options.prove else options.compile
-            job = compile_job(Dump(out) if dump_passes else None)
-        except DoesNotFit as miss:
-            raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
-        skips = looks and shown.alternatives is None and has_many_stages(job)
-        others: list[Alternative] | None = None if skips else []
-        if looks and not skips:
-            others, better = other_plans(options, job, tell)
-            job = job if dump_passes or options.prove else better  # whose passes were dumped, or proven
+        job, others = _find_job(options, shown.alternatives, Dump(out) if dump_passes else None, tell)
     failures = failure_report(job.plan, job.folder.interface, failing)
     figures = figures_of(options, job, count, shown.price, others, failures)
     if out is not None:
@@ -142,6 +134,26 @@ def plan(
         screen.print(f"report in {html}: open it in a browser")
     if out is not None:
         screen.print(f"written to {out}; next: penstock explain {out}, penstock simulate {out}")
+
+
+def _find_job(
+    options: PlanOptions, alternatives: bool | None, dump: Dump | None, tell: Callable[[str], None]
+) -> tuple[Job, list[Alternative] | None]:
+    """The best plan, and the other plans that were looked for; None: there were too many stages to look."""
+    from .answer import alternatives as other_plans
+    from .answer import has_many_stages, or_what_fits, what_fits
+
+    looks = alternatives is not False and options.plan is None
+    try:
+        job = (options.compile_with_proof if options.prove else options.compile)(dump)
+    except DoesNotFit as miss:
+        raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
+    if not looks:
+        return job, []
+    if alternatives is None and has_many_stages(job):
+        return job, None
+    others, better = other_plans(options, job, tell)
+    return (job if dump is not None or options.prove else better), others  # whose passes were dumped, or proven
 
 
 def _require_one_machine(options: PlanOptions, shown: AnswerOptions, writes: bool) -> None:
@@ -328,9 +340,9 @@ def show_hardware(
         return
     if measure and name != "detect":
         raise PlanError(f"--measure times this machine; it goes with `detect`, not with {name!r}")
-    from ..ir.machine.hardware import Hardware
+    from ..runtime.processes.joint_hardware import typed_hardware
 
-    found = Hardware.typed(name, change, measure)
+    found = typed_hardware(name, change, measure)
     if os.environ.get("RANK", "0") != "0":  # of a torchrun, whose first rank tells of all
         return
     print(found.describe())

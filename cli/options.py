@@ -144,12 +144,12 @@ class JobOptions:
 
     def machines(self) -> list[Hardware]:
         """All machines that were named, each with every --set, --dram and --ssd applied."""
-        from ..ir.machine.hardware import Hardware
+        from ..runtime.processes.joint_hardware import typed_hardware
 
         changes = [*(self.set or ())]
         if self.dram is not None:
             changes.append(f"dram={_size('dram', self.dram)}")
-        found = [Hardware.typed(name, changes) for name in self.hardware or ["auto"]]
+        found = [typed_hardware(name, changes) for name in self.hardware or ["auto"]]
         return found if self.ssd is None else [with_ssds(each, self.ssd) for each in found]
 
     def named_model(self) -> NamedModel:

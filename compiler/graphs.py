@@ -40,9 +40,8 @@ class Tape:
 class Graphs:
     """Called with a number of micro-batches, it returns the op graph of one of them, and remembers it.
 
-    The losses of the micro-batches average to that of the whole batch. Where the search chooses their number, or sizes
-    differ from step to step, all graphs come from one trace. A model that does something else for other rows, or that
-    cannot be followed, is traced for each number.
+    The losses of the micro-batches average to that of the whole batch. All graphs come from one trace. A model that
+    does something else for other rows, or that cannot be followed, is traced for each number.
     """
 
     def __init__(self, request: Request, accumulate: int | None = None, tape: Tape | None = None):
@@ -60,10 +59,10 @@ class Graphs:
         `accumulate`: the micro-batches of a mini-batch with an update of its own; None: all of them have one update."""
         if request.loss_fn is not None or request.loss_weight is not None or request.prologue is not None:
             return Graphs(request, accumulate)
-        batch, is_open = request.batch, request.count is None
+        batch, is_whole = request.batch, request.count == 1
         rows = tuple((name, shape[1:], dtype) for name, (shape, dtype) in batch.shape.leaves.items())
         model = id(request.model), tuple(batch.shape.flags.items()), request.types, request.device_kind
-        more = request.gradient_dtype, request.boundary_dtype, is_open, accumulate
+        more = request.gradient_dtype, request.boundary_dtype, is_whole, accumulate
         key = (Graphs, model, tuple(batch.shape.leaves.items()), batch.documents, repr(batch.sizes), more)
         return share(key, lambda: Graphs(request, accumulate, share((Tape, model, rows, batch.documents), Tape)))
 
@@ -135,8 +134,8 @@ class Graphs:
         """The graph as the model makes it, by the way that the request allows."""
         if self.request.batch.sizes is not None:
             return self._graph_of_sizes(count)
-        is_open = self.request.count is None or self._tape.at_inputs is not None
-        if is_open and self.request.prologue is None and self.request.batch.shape.size > 1:
+        is_cut = self.request.count != 1 or self._tape.at_inputs is not None
+        if is_cut and self.request.prologue is None and self.request.batch.shape.size > 1:
             return self._graph_of_rows(count)
         return self._trace(count)
 

@@ -76,7 +76,8 @@ def examples_of(spec: DataSpec, codec: Codec, head: str, lengths: Lengths) -> It
         kept = example if is_cut_later else lengths.fit(example, record.where)
         if kept is not None:
             yield kind, kept, label
-    for name, column in unseen.items() if record is not None else ():
+    if record is not None and unseen:
+        (name, column), *_ = unseen.items()
         there = ", ".join(record.values)
         raise PlanError(f'--column {name}={column}: no row has a column "{column}"; the last has {there}')
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.errors import PenstockError, PlanError
-from ..ir.machine.hardware import Hardware
+from ..runtime.processes.joint_hardware import typed_hardware
 
 ERROR = 2  # exit code
 REPLACED = {  # module -> its class -> the class that takes its place
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(given: argparse.Namespace) -> None:
     is_plain = given.hardware == "auto" and not given.set  # then the machine of all ranks, once they have met
-    hardware = given.hardware if is_plain else Hardware.typed(given.hardware, given.set)
+    hardware = given.hardware if is_plain else typed_hardware(given.hardware, given.set)
     options = {"hardware": hardware, "compile_options": given.compile_options}
     kinds = replace_classes(given.script.read_text("utf-8"), options, given.max_grad_norm)
     sys.argv = [str(given.script), *given.rest]

@@ -49,6 +49,49 @@ def cast_bytes(nodes: Sequence[fx.Node], dtype: torch.dtype | None) -> CastBytes
     return CastBytes(sum(t.numel() * t.element_size() for t in tensors), sum(t.numel() for t in tensors) * width)
 
 
+class _Peaks(NamedTuple):
+    """Bytes of a stage. `kept`: from forward to backward; the others: in use at the peaks of forward, of a forward that
+    saves nothing, of a rematerialisation and of backward."""
+
+    kept: int
+    forward: int
+    light: int
+    again: int
+    backward: int
+
+
+def _find_peaks(
+    blocks: Sequence[Block], lives: _Lives, again_peaks: Sequence[int], absent: Set[int], cast_out: CastBytes
+) -> _Peaks:
+    """`again_peaks`: of each block's rematerialisation; `absent`: the storages that a rematerialisation leaves out."""
+    kept: list[int] = []  # per block, with the values between blocks that it is the first to save
+    saved: set[int] = set()
+    forward = light = again = 0
+    for i, block in enumerate(blocks):
+        cost, alive = block.cost, lives.alive_before(i)
+        unsaved = sum(size for key, size in alive.items() if key not in saved)
+        forward = max(forward, sum(kept) + unsaved + cost.forward_peak_bytes)
+        unsaved -= sum(size for key, size in alive.items() if key in absent)
+        again = max(again, sum(kept) + unsaved + again_peaks[i])
+        light = max(light, sum(alive.values()) + cost.light_peak_bytes)
+        read = storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved)
+        first = {key: size for key, size in read.items() if key not in lives.given and key not in saved}
+        kept.append(sum(first.values()) + cost.kept_bytes)
+        made = storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved)
+        saved |= first.keys() | made.keys()
+    backward = max(
+        (b.cost.backward_peak_bytes + lives.gradients_after(i) - sum(kept[i + 1 :]) for i, b in enumerate(blocks)),
+        default=0,
+    )
+    if cast_out.wide:
+        alive = lives.alive_before(len(blocks))
+        at_end = sum(alive.values()) + cast_out.narrow
+        forward = max(forward, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved))
+        again = max(again, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved or k in absent))
+        light = max(light, at_end)
+    return _Peaks(sum(kept), forward, light, again, backward)
+
+
 def stage_costs(
     blocks: Sequence[Block],
     inputs: Iterable[fx.Node],
@@ -69,44 +112,19 @@ def stage_costs(
 
     A workspace is what an op needs beyond its results, which the program's memory accounting counts.
     """
-    given_nodes = [*inputs]
-    given, out = storages(given_nodes), storages(outputs)
-    lives = _Lives(blocks, given, out, trained)
-    kept: list[int] = []  # per block, with the values between blocks that it is the first to save
-    saved: set[int] = set()
-    forward_peak = light_peak = again_peak = 0
+    inputs = [*inputs]
+    lives = _Lives(blocks, storages(inputs), storages(outputs), trained)
     absent = storages(without).keys() | (storages(unread).keys() - storages(_read_by(unread)).keys())
     again = [_again(block, without, unread) for block in blocks]
-    for i, block in enumerate(blocks):
-        cost, alive = block.cost, lives.alive_before(i)
-        unsaved = sum(size for key, size in alive.items() if key not in saved)
-        forward_peak = max(forward_peak, sum(kept) + unsaved + cost.forward_peak_bytes)
-        unsaved -= sum(size for key, size in alive.items() if key in absent)
-        again_peak = max(again_peak, sum(kept) + unsaved + again[i].peak_bytes)
-        light_peak = max(light_peak, sum(alive.values()) + cost.light_peak_bytes)
-        read = storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved)
-        first = {key: size for key, size in read.items() if key not in given and key not in saved}
-        kept.append(sum(first.values()) + cost.kept_bytes)
-        made = storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved)
-        saved |= first.keys() | made.keys()
-    backward_peak = max(
-        (b.cost.backward_peak_bytes + lives.gradients_after(i) - sum(kept[i + 1 :]) for i, b in enumerate(blocks)),
-        default=0,
-    )
-    if cast_out.wide:
-        alive = lives.alive_before(len(blocks))
-        at_end = sum(alive.values()) + cast_out.narrow
-        forward_peak = max(forward_peak, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved))
-        again_peak = max(again_peak, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved or k in absent))
-        light_peak = max(light_peak, at_end)
+    peaks = _find_peaks(blocks, lives, [cost.peak_bytes for cost in again], absent, cast_out)
     out_bytes = _bytes(outputs) + cast_out.narrow - cast_out.wide
-    backward_peak += cast_out.wide + cast_in.narrow  # their gradients, cast
+    backward_peak_bytes = peaks.backward + cast_out.wide + cast_in.narrow  # their gradients, cast
     cast_traffic = sum(row.wide + row.narrow for row in (cast_in, cast_out))
     costs: dict[str, Any] = {
-        "kept_bytes": sum(kept) + copied_bytes,
-        "forward_workspace_bytes": max(0, forward_peak - sum(kept) - out_bytes),
-        "light_workspace_bytes": max(0, light_peak - out_bytes) + copied_bytes,
-        "backward_workspace_bytes": max(0, backward_peak - dinput_bytes),
+        "kept_bytes": peaks.kept + copied_bytes,
+        "forward_workspace_bytes": max(0, peaks.forward - peaks.kept - out_bytes),
+        "light_workspace_bytes": max(0, peaks.light - out_bytes) + copied_bytes,
+        "backward_workspace_bytes": max(0, backward_peak_bytes - dinput_bytes),
         "forward_flops": sum(b.cost.forward_flops for b in blocks),
         "backward_flops": sum(b.cost.backward_flops for b in blocks),
         "forward_traffic_bytes": sum(b.cost.forward_traffic_bytes for b in blocks) + cast_traffic,
@@ -126,11 +144,11 @@ def stage_costs(
             traffic_bytes=sum(cost.traffic_bytes for cost in again) + cast_traffic,
             mix=merge_mixes(cost.mix for cost in again),
             launches=sum(cost.launches for cost in again),
-            workspace_bytes=max(0, again_peak - sum(kept) - there_bytes),
+            workspace_bytes=max(0, peaks.again - peaks.kept - there_bytes),
         )
     elif any(block.cost.unpacked is not None for block in blocks):
         others = map(_unpacked_block, blocks)
-        kept_too = stage_costs([*others], given_nodes, outputs, trained, dinput_bytes, copied_bytes, cast_in, cast_out)
+        kept_too = stage_costs([*others], inputs, outputs, trained, dinput_bytes, copied_bytes, cast_in, cast_out)
         workspaces = (kept_too["forward_workspace_bytes"], kept_too["backward_workspace_bytes"])
         costs["unpacked"] = UnpackedSpec(
             traffic_bytes=kept_too["backward_traffic_bytes"],
@@ -206,6 +224,7 @@ class _Lives:
     first block."""
 
     def __init__(self, blocks: Sequence[Block], given: Storages, out: Storages, parameters: Sequence[Storages]):
+        self.given = given
         self.made: dict[int, int] = {}  # storage -> block
         self.read: dict[int, int] = {}  # storage -> last block
         self.size: Storages = {}

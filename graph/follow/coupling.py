@@ -23,7 +23,7 @@ MOST_NAMED = 4
 def find_facts(trace: GraphOf, counts: Sequence[int], batch_size: int, device_kind: str) -> RowFacts:
     """The facts of a loss. `counts`: the numbers of micro-batches that may be planned, the likeliest first."""
     try:
-        return row_facts(trace, counts[0], batch_size, device_kind)
+        return row_facts(trace, counts[0], batch_size, device_kind, is_whole=[*counts] == [1])
     except CaptureError:  # a model that needs more rows than a micro-batch has
         if counts[0] == 1 or len(counts) == 1:
             raise

@@ -25,7 +25,7 @@ from ...runtime.torch_names import TorchDispatchMode
 from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators.calls import call_key
-from ..operators.pointwise import elementwise
+from ..operators.pointwise import elementwise, multiply
 from ..operators.record import (
     UNKNOWN,
     Elements,
@@ -37,7 +37,7 @@ from ..operators.record import (
     plain,
     record_name,
 )
-from ..operators.states import ANY_STEP, ByRow, Free, Kind, Mixed, OneRow, RowState, Scale, differs, whole
+from ..operators.states import ANY_STEP, ONE, ByRow, Free, Kind, Mixed, OneRow, RowState, Scale, differs, whole
 from ..operators.table import operator_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 from .constants import ConstantValues, attention_mask, is_same_in_rows
@@ -383,6 +383,7 @@ class Follower(TorchDispatchMode):
         call = RowCall(self, func, args, kwargs, out)
         found = self._effect_of(call)
         states = found if isinstance(found, list) else [found] * len(made)
+        self._note_row_counts(call, states)
         assert len(states) >= len(made), f"the rule of {call.name} lacks results"
         for tensor, state in zip(made, states):
             self.states[id(tensor)] = state
@@ -392,6 +393,17 @@ class Follower(TorchDispatchMode):
                 self.states[id(tensor)] = plain(states[0]) if states else Mixed()
             self._spread_state(tensor)
         return out
+
+    def _note_row_counts(self, call: RowCall, states: Sequence[RowState]) -> None:
+        """Note a number that the number of rows makes, other than as a factor that the result has in its scale."""
+        if operator_of(call.func).rows is multiply:
+            return
+        counted = [self.scale(number) for number in call.numbers()]
+        before = {state.scale for t in call.tensors() if isinstance(state := self.state(t), ByRow | OneRow)} - {ONE}
+        is_lost = any(isinstance(state, ByRow | OneRow) and state.scale not in before for state in states)
+        is_read = set(counted) != {ONE} and all(state.scale == ONE for state in states)
+        if self.own_powers is not None and ((counted and is_read) or (before and is_lost)):
+            self.note(Kind.ROW_COUNT)
 
     def _effect_of(self, call: RowCall) -> RowState | list[RowState]:
         known = operator_of(call.func)

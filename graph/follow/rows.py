@@ -59,15 +59,19 @@ class RowFacts(BaseModel):
 MEAN_OVER_ROWS = RowFacts()
 
 
-def row_facts(trace: GraphOf, count: int, batch_size: int, device_kind: str = "cpu") -> RowFacts:
+def row_facts(
+    trace: GraphOf, count: int, batch_size: int, device_kind: str = "cpu", is_whole: bool = False
+) -> RowFacts:
     """The facts of a model whose global batch has `batch_size` rows; `count` is a number of micro-batches whose graph
-    is needed in any case. Another graph is traced only where that one leaves something open."""
+    is needed in any case. A graph of other rows shows the numbers that the model makes of the number of rows.
+    `is_whole`: the batch is never cut, so that it is traced only where the first one leaves something open."""
     if batch_size == 1:
         return RowFacts()
     graph, rows = trace(count), batch_size // count
     trail = follow(graph, rows, device_kind=device_kind)
     has_updates = any(node.meta.get("updates_buffers") and node not in trail.by_rows for node in graph.nodes)
-    if _says_all(trail, rows) and not has_updates:
+    is_said = _says_all(trail, rows) and not has_updates
+    if is_said and is_whole:
         return _facts(graph, trail)
     other_count = _other(count, batch_size)
     try:
@@ -76,6 +80,8 @@ def row_facts(trace: GraphOf, count: int, batch_size: int, device_kind: str = "c
         return _facts(graph, trail)
     other_trail = follow(other, other_rows, device_kind=device_kind)
     powers: Powers | None = powers_of(trail, rows, other_trail, other_rows)
+    if is_said and not any(power != 0 for row in powers or () for power in row):
+        return _facts(graph, trail)
     ours, theirs = _repeated_updates(graph, trail), _repeated_updates(other, other_trail)
     same = {name for name, update in ours.items() if theirs.get(name) == update}
     if rows == 1:  # more rows show more

@@ -156,9 +156,10 @@ def _sum_of(call: RowCall, found: RowState, parts: Sequence[Operand]) -> RowStat
 
 
 def _same_scale(call: RowCall, scales: Sequence[Scale], factor: float) -> Scale:
-    """The scale of a sum; a scale differs between row by row values only where the model divides by the number of rows
-    in one place and not in another, which is left to the totals."""
+    """The scale of a sum. It differs between values where the model divides by the number of rows in one of them."""
     unsure = any(scale.unsure for scale in scales)
+    if not unsure and len({scale.power for scale in scales}) > 1:
+        call.watcher.note(Kind.UNEVEN)
     first = Scale(scales[0].power, unsure)
     return first if factor == 1 else first.times(call.watcher.scale(factor))
 

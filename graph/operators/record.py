@@ -38,6 +38,7 @@ class GpuSize:
     threads: int
 
 
+_VALUES = ("Tensor", "number", "float", "Optional[number]", "Optional[float]")  # types of arguments in a schema
 LARGEST = GpuSize(132, 2048)  # an H100 or H200
 
 
@@ -63,6 +64,14 @@ class OperatorCall:
         """Its tensor arguments."""
         for value in self.given.values():
             yield from value_tensors(value)
+
+    def numbers(self) -> list[float]:
+        """The plain numbers among its arguments that are values, not sizes or places; none for a call that makes a new
+        value, as sizes are such numbers there."""
+        if not any(True for _ in self.tensors()):
+            return []
+        values = [arg.name for arg in self.func._schema.arguments if str(arg.type) in _VALUES]
+        return [self.given[name] for name in values if isinstance(self.given[name], (int, float))]
 
     def results(self) -> list[torch.Tensor]:
         return list(value_tensors(self.out))

@@ -6,7 +6,6 @@ FLOP/s) or text with a unit ("24GB", "13.1GB/s", "142TFLOPS", "10us").
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ from pydantic import (
 )
 
 from ..documents import Unreadable, read_yaml
-from ..errors import HardwareError, PlanError
+from ..errors import HardwareError
 from ..precision import PRECISIONS
 from ..units import format_bytes, short_bytes
 from .call_mix import FP8, NO_CALLS, CallMix
@@ -36,7 +35,7 @@ from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
 from .presets import CopyRates, cpu_document, preset_document
 from .rates import ConstantRates, RateTable, mix_seconds, peak_seconds, with_numbers
-from .spelling import key_and_value, plain_value, preset_of
+from .spelling import preset_of
 from .validation import explain_validation
 
 if TYPE_CHECKING:
@@ -406,22 +405,6 @@ class Hardware(MachinePart):
             return cls.model_validate(document)
         except HardwareError as error:
             raise HardwareError(f"{path}: {error}") from None
-
-    @classmethod
-    def typed(cls, name: str, changes: Sequence[str] | None, measure: bool = False) -> Hardware:
-        """The machine of `--hardware NAME` with every `--set key=value` of a command line. `measure`: as `detect`."""
-        pairs = (key_and_value("set", change, "dram=4TB") for change in changes or ())
-        values = {key: plain_value(text) for key, text in pairs}
-        if name == "cpu":
-            known = list(inspect.signature(cls.cpu).parameters)[:-1]  # the last stands for all rates
-            after = known.index("ssd") + 1
-            known[after:after] = CopyRates._fields
-            wrong = [key for key in values if key not in known]
-            if wrong:
-                raise PlanError(f"--set {wrong[0]}: with --hardware cpu there are {', '.join(known)}")
-            return cls.cpu(**values)
-        hardware = cls.detect(measure) if name in ("auto", "detect") else cls.from_any(name)
-        return hardware.with_(**values) if values else hardware
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Hardware:

@@ -79,7 +79,9 @@ class Transfers(Issuing):
             return self._fetch_activation(issue, what.box)
         store, box = self.stores[issue.stage], what.box if isinstance(what, Handle) else None
         arena = self.state.memory.device_arena
-        place, value, start, end = arena.once(id(issue), lambda: _place_of(issue, arena, store, group is not None))
+        place, value, start, end = arena.once(
+            id(issue), lambda: _place_of(issue, arena, store, group is not None)
+        )
 
         def run() -> list[Any]:
             rest = self.pacing.begin(issue)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ...ir.errors import HardwareError, PenstockError, error_from_data, error_to_data
+from ...ir.errors import HardwareError, PenstockError, PlanError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
+from ...ir.machine.presets import CopyRates
+from ...ir.machine.spelling import key_and_value, plain_value
 from ..measure.detect import detect_hardware, spans_hosts
 from ..measure.links import CPU
 from ..measure.network import network_rates
@@ -30,6 +33,22 @@ NETWORK_PATIENCE_S = 200.0  # less than the other ranks' patience
 def detect(measure: bool = False) -> Hardware:
     """Describe this machine, or the one that the hosts of this torchrun form: the package's `Hardware.detect`."""
     return _detect_together(measure) if spans_hosts() else detect_hardware(measure)
+
+
+def typed_hardware(name: str, changes: Sequence[str] | None, measure: bool = False) -> Hardware:
+    """The machine of `--hardware NAME` with every `--set key=value` of a command line. `measure`: as of `detect`."""
+    pairs = (key_and_value("set", change, "dram=4TB") for change in changes or ())
+    values = {key: plain_value(text) for key, text in pairs}
+    if name == "cpu":
+        known = list(inspect.signature(Hardware.cpu).parameters)[:-1]  # the last stands for all rates
+        after = known.index("ssd") + 1
+        known[after:after] = CopyRates._fields
+        wrong = [key for key in values if key not in known]
+        if wrong:
+            raise PlanError(f"--set {wrong[0]}: with --hardware cpu there are {', '.join(known)}")
+        return Hardware.cpu(**values)
+    hardware = detect(measure) if name in ("auto", "detect") else Hardware.from_any(name)
+    return hardware.with_(**values) if values else hardware
 
 
 def _detect_together(measure: bool) -> Hardware:

@@ -75,10 +75,14 @@ def test_help_and_mistyped_options_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_console_script_is_there() -> None:
-    found = subprocess.run([Path(sys.executable).with_name("penstock"), "--help"], capture_output=True, text=True)
-    assert found.returncode == 0
-    assert all(command in found.stdout for command in COMMANDS)
+def test_the_console_script_is_there_and_finds_this_machine() -> None:
+    """Alone in its process: what another test has imported may be missing."""
+    script = Path(sys.executable).with_name("penstock")
+    listed, here = (
+        subprocess.run([script, *words], capture_output=True, text=True) for words in (["--help"], ["hardware", "auto"])
+    )
+    assert listed.returncode == 0 and all(command in listed.stdout for command in COMMANDS)
+    assert here.returncode == 0 and "devices on 1 host" in here.stdout, here.stderr
 
 
 def test_plan_prints_tables(run: Run) -> None:

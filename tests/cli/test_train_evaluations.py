@@ -155,7 +155,7 @@ def _stop(chosen: TrainOptions, step: int) -> tuple[TrainResult, str]:
         ({"warmup_steps": 6}, "--warmup-steps 6: the run has 6 steps"),
         ({"warmup_steps": 2, "warmup_ratio": 0.1}, "give one of them"),
         ({"best_by": "bleu"}, "allowed are loss, accuracy"),
-        ({"best_by": "accuracy"}, "--best-by accuracy: text is evaluated by its loss"),
+        ({"best_by": "accuracy", "eval_every": 2}, "--best-by accuracy: text is evaluated by its loss"),
         ({"beta": 0.2}, "--beta 0.2: it is for pairs of answers, and the data is text"),
         ({"model": "Qwen/Qwen3-0.6B", "sequence": 8}, "has no weights here.*--download gets them; --model Qwen3-0.6B"),
     ],

@@ -1,4 +1,4 @@
-"""`micro_batches="auto"` traces once, and plans, prints and trains as with its number of micro-batches said."""
+"""One trace serves any number of micro-batches, and plans, prints and trains as a trace of that number does."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 import penstock
 from penstock.compiler import api
 from penstock.compiler.capture import trace as tracing
+from penstock.compiler.graphs import Graphs
 from penstock.compiler.planning import sharing
 from penstock.compiler.search import attempts
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
@@ -39,10 +40,12 @@ def test_auto_traces_once(name: str, traces: list[bool]) -> None:
     assert traces == [True]
 
 
-def test_a_number_that_is_said_is_traced_as_it_is(traces: list[bool]) -> None:
+@pytest.mark.parametrize(("count", "follows"), [(1, False), (2, True)])
+def test_a_number_that_is_said_is_traced_once(count: int, follows: bool, traces: list[bool]) -> None:
+    """A whole batch has no other numbers of rows."""
     model, batch = zoo_case("mlp")
-    penstock.compile(model, penstock.Hardware.cpu(1), example_inputs=batch, optimizer=SGD, micro_batches=2)
-    assert traces == [False]
+    penstock.compile(model, penstock.Hardware.cpu(1), example_inputs=batch, optimizer=SGD, micro_batches=count)
+    assert traces == [follows]
 
 
 class SumOfRows(nn.Module):
@@ -73,7 +76,7 @@ def test_plans_share_a_trace_and_are_those_that_each_makes_alone(traces: list[bo
     cases: list[tuple[int, str, dict[str, Any]]] = [(1, "balanced", {}), (1, "balanced", mini), (2, "async", mini)]
     cases += [(1, "balanced", {"rows": 12}), (1, "balanced", {**mini, "rows": 12})]
     alone = [texts(number, strategy, **options) for number, strategy, options in cases]
-    assert traces == [True, False, False, True, False]
+    assert traces == [True] * 5
     traces.clear()
     with sharing():
         assert [texts(number, strategy, **options) for number, strategy, options in cases] == alone
@@ -96,7 +99,10 @@ def test_the_program_is_that_of_its_own_trace_and_trains_like_eager(
     options: dict[str, Any] = {"optimizer": SGD, "strategy": "balanced"}
     hardware = penstock.Hardware.cpu(1, memory="64MB")
     model, batch = zoo_case(name)
-    said = penstock.compile(model, hardware, example_inputs=batch, micro_batches=MICRO_BATCHES, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Graphs, "_graph_of_rows", Graphs._trace)
+        said = penstock.compile(model, hardware, example_inputs=batch, micro_batches=MICRO_BATCHES, **options)
+    assert {*traces} == {False}
     traces.clear()
     first_and_then(monkeypatch, 1, MICRO_BATCHES)
     job = penstock.compile(model, hardware, example_inputs=batch, **options)

@@ -206,6 +206,16 @@ def _balanced(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
 
 
 COUPLED: dict[str, Loss] = {
+    "shares squared": lambda model, h, y: (h / len(h)).square().mean(),
+    "scores times rows": lambda model, h, y: F.cross_entropy(h * len(h), y),
+    "a share and the whole": lambda model, h, y: (h / len(h) + h).mean(),
+    "rows added": lambda model, h, y: (h + len(h)).square().mean(),
+    "power of rows": lambda model, h, y: (h.abs() + 0.1).pow(len(h)).mean(),
+    "bound by rows": lambda model, h, y: h.clamp(max=len(h) / 16).mean(),
+    "temperature by rows": lambda model, h, y: F.scaled_dot_product_attention(
+        *[h.view(-1, 4, 2)] * 3, scale=1 / len(h)
+    ).mean(),
+    "rows as a tensor": lambda model, h, y: (h * torch.tensor(float(len(h)))).tanh().mean(),
     "first row": lambda model, h, y: F.cross_entropy(h[0], y[0]),
     "first row for all": lambda model, h, y: F.cross_entropy(h + h[:1], y),
     "rows turned": lambda model, h, y: F.cross_entropy(torch.cat([*reversed(h.split(1))]), y),

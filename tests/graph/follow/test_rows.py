@@ -28,7 +28,9 @@ from penstock.tests.zoo import zoo
 ROWS = 4
 
 
-def facts_of(model: nn.Module, batch: dict[str, Any], count: int = 1, traced: list[int] | None = None) -> RowFacts:
+def facts_of(
+    model: nn.Module, batch: dict[str, Any], count: int = 1, traced: list[int] | None = None, is_whole: bool = False
+) -> RowFacts:
     """The facts, from a graph of `count` micro-batches and what else it takes (noted in `traced`)."""
     size = next(value for value in batch.values() if isinstance(value, Tensor)).shape[0]
 
@@ -38,7 +40,7 @@ def facts_of(model: nn.Module, batch: dict[str, Any], count: int = 1, traced: li
             traced.append(num_micro_batches)
         return capture(model, micro_batch_spec(batch, num_micro_batches))
 
-    return row_facts(graph, count, size)
+    return row_facts(graph, count, size, is_whole=is_whole)
 
 
 @pytest.mark.parametrize("count", slow_but([4], [1, 2, 4]))
@@ -162,15 +164,15 @@ def test_a_batch_of_one_row_has_nothing_to_couple() -> None:
     assert not traced
 
 
-def test_another_graph_is_traced_only_where_one_leaves_something_open() -> None:
-    for name, count, expected in (
-        ("mean", 1, [1]),
-        ("mean", 4, [4]),
-        ("sum", 1, [1]),
-        ("sum by a constant", 2, [2, 1]),
+def test_a_batch_that_is_never_cut_is_traced_again_only_where_one_graph_leaves_something_open() -> None:
+    for name, count, is_whole, expected in (
+        ("mean", 1, True, [1]),
+        ("mean", 1, False, [1, 2]),
+        ("mean", 4, False, [4, 2]),
+        ("sum by a constant", 1, True, [1, 2]),
     ):
         traced: list[int] = []
-        facts_of(model_of({**MEANS, **SUMS}[name]), batch_of(ROWS), count, traced)
+        facts_of(model_of({**MEANS, **SUMS}[name]), batch_of(ROWS), count, traced, is_whole)
         assert traced == expected, name
 
 
