@@ -292,6 +292,8 @@ def _tell(request: Request, folder: Folder, notes: Sequence[str]) -> None:
             stacklevel=4,
         )
     reads = "" if prologue is None else prologue.note(why_one_form(folder))
-    found = [*notes, reads, unquantised_note(request.model), request.unpacked, _coupling_warning(folder)]
+    is_listed = prologue is not None and prologue.apart  # each micro-batch is taken by itself, whatever its rows do
+    coupled = "" if is_listed else _coupling_warning(folder)
+    found = [*notes, reads, unquantised_note(request.model), request.unpacked, coupled]
     for note in filter(None, found):
         warnings.warn(note, stacklevel=4)

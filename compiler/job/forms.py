@@ -205,8 +205,10 @@ class Forms:
             if len(parts) not in (own, self.count):
                 raise BatchError(f"the batch is a list of {len(parts)} micro-batches, and {own} make a step")
             return parts
-        rows, size = min((self.shape.entries(name, self.shape.size), len(tensors[0][name])) for name in shape.leaves)
-        count = self.count if rows == size else own
+        count = self.count
+        if own < count:
+            name = min(shape.leaves, key=lambda name: self.shape.entries(name, self.shape.size))
+            count = count if len(tensors[0][name]) == self.shape.entries(name, self.shape.size) else own
         for name, value in tensors[0].items():
             if count > 1 and (not value.dim() or len(value) % count):
                 raise BatchError(
