@@ -77,7 +77,7 @@ class KnownForm:
 
 
 def why_one_form(folder: Folder) -> str:
-    """What keeps the devices of a job to micro-batches of the example's form; "" for nothing."""
+    """The reason for which all micro-batches of a job must have the example's form; "" for none."""
     interface = folder.interface
     reasons = {
         "asynchronous training": interface.asynchronous,
@@ -133,7 +133,7 @@ class Forms:
         """The micro-batches of a rank's batch for the other ranks: the numbers of forms that have come, and of others,
         as plain data, what forward reads of them and the sizes of the rest."""
         parts = [] if batch is None else self._cut(batch)
-        found = [(self._known(part), part) for part in parts]
+        found = [(self._look_up(part), part) for part in parts]
         return [self._plain(part) if known is None else known[0].number for known, part in found]
 
     def is_met(self, described: Sequence[Any]) -> bool:
@@ -147,7 +147,7 @@ class Forms:
         parts = [] if batch is None else self._cut(batch)
         if described:
             forms = self._find_all(described)
-            found = [known for known in map(self._known, parts) if known is not None]
+            found = [known for known in map(self._look_up, parts) if known is not None]
         else:
             found = [self._find(part) for part in parts]
             forms = [form for form, _ in found]
@@ -238,7 +238,7 @@ class Forms:
                 found.append(self._find(tensors)[0])
         return found
 
-    def _known(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]] | None:
+    def _look_up(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]] | None:
         """The form of a micro-batch, and its inputs; None where it has not come before."""
         given = {name: tuple(t.shape) or (1,) for name, t in flatten(self.model, micro_batch)[0].items()}
         for form in sorted(self.forms, key=lambda form: (-form.num_same(micro_batch), -form.used)):
@@ -254,7 +254,7 @@ class Forms:
     def _find(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]]:
         """The form of a micro-batch, which is captured where it has not come before, and its inputs."""
         self._time += 1
-        found = self._known(micro_batch)
+        found = self._look_up(micro_batch)
         if found is not None:
             found[0].used = self._time
             return found

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from ...ir.calls import function_name
 from ...runtime.torch_names import FakeTensor
 from ..dataflow import Dataflow
-from ..kernels.call_node import call_node
-from ..kernels.stand_ins import SHAPE_RULES
+from ..kernels.call_node import SHAPE_RULES, call_node
 from ..opgraph import OpGraph, value_tensors
 
 MOST_ELEMENTS = 1 << 26  # of a value that is computed
@@ -34,7 +33,7 @@ class ConstantValues:
     def _flow(self) -> Dataflow:
         return Dataflow(self.graph.nodes)
 
-    def of(self, node: fx.Node, reader: fx.Node) -> Tensor | None:
+    def value(self, node: fx.Node, reader: fx.Node) -> Tensor | None:
         """The value of a node that another one reads; None where anything but constants has a part in it."""
         if node not in self._found:
             self._found[node] = self._compute(node)
@@ -43,7 +42,7 @@ class ConstantValues:
 
     def part_rows(self, mask: fx.Node, reader: fx.Node, rows: int) -> bool:
         """Whether the mask of a call of attention lets queries see keys of their own row alone."""
-        value = self.of(mask, reader)
+        value = self.value(mask, reader)
         if value is not None and mask not in self._parts:
             self._parts[mask] = parts_rows(value, rows)
         return value is not None and self._parts[mask]

@@ -171,7 +171,7 @@ class Follower(TorchDispatchMode):
         elif node.op == "get_attr" or is_mode_switch(node):
             effect = Effect(tuple(self.state(t) for t in tensors), (), ())
         else:
-            effect = self._by_values(node, tensors, self._call_effect(node, tensors))
+            effect = self._compare_values(node, tensors, self._call_effect(node, tensors))
         self.numbers.append(list(effect.numbers))
         effect = self._compare_rows(node, tensors, effect)
         if effect.met:
@@ -245,7 +245,7 @@ class Follower(TorchDispatchMode):
             self.known[key] = effect
         return effect
 
-    def _by_values(self, node: fx.Node, tensors: list[torch.Tensor], effect: Effect) -> Effect:
+    def _compare_values(self, node: fx.Node, tensors: list[torch.Tensor], effect: Effect) -> Effect:
         """The effect of a node, where the values of constants say that rows stay apart in it after all."""
         kinds = {kind for kind, _ in effect.met} if self.rows > 1 and not node.meta["mutates"] else set[Kind]()
         if Kind.ROW_NUMBER in kinds and any([self._learn_value(arg, node) for arg in node.all_input_nodes]):
@@ -266,7 +266,7 @@ class Follower(TorchDispatchMode):
         """Whether the value of a constant is the same for each row along a dimension, which its state did not say."""
         tensor = node.meta["val"]
         state = self.state(tensor) if isinstance(tensor, torch.Tensor) else None
-        if not isinstance(state, Free) or (value := self.constants.of(node, reader)) is None:
+        if not isinstance(state, Free) or (value := self.constants.value(node, reader)) is None:
             return False
         found = state
         for dim, size in enumerate(value.shape):

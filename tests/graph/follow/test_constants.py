@@ -1,4 +1,4 @@
-"""Rows that lie one after the other in one sequence are apart where the values of masks and positions say so."""
+"""Rows one after the other in one sequence are apart where the values of masks and positions say so."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_key_of_another_row(_: nn.Module, size: int) -> Tensor:
     return mask
 
 
-def a_little_hidden(_: nn.Module, size: int) -> Tensor:
+def faint_keys(_: nn.Module, size: int) -> Tensor:
     return blocks(_, size).clamp(min=-20.0)
 
 
@@ -53,7 +53,7 @@ def causal(_: nn.Module, size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 
-def nothing_seen(_: nn.Module, size: int) -> Tensor:
+def no_keys(_: nn.Module, size: int) -> Tensor:
     """A softmax of what is all hidden is a mean over all keys."""
     return torch.full((size, size), torch.finfo(torch.float32).min)
 
@@ -64,17 +64,17 @@ def other_places_in_the_first_row(_: nn.Module, size: int) -> Tensor:
     return mask
 
 
-def of_a_buffer(model: nn.Module, size: int) -> Tensor:
-    """Which a checkpoint may write."""
+def buffer_mask(model: nn.Module, size: int) -> Tensor:
+    """A checkpoint may write it."""
     return model.mask[:size, :size]  # type: ignore[index, return-value]
 
 
-def of_a_parameter(model: nn.Module, size: int) -> Tensor:
+def parameter_mask(model: nn.Module, size: int) -> Tensor:
     return model.trained[:size, :size]  # type: ignore[index, return-value]
 
 
 class Packed(nn.Module):
-    """Attention over the places of all rows, which lie one after the other."""
+    """Attention over the places of all rows, one after the other."""
 
     def __init__(self, mask_of: MaskOf):
         super().__init__()
@@ -116,20 +116,20 @@ def test_masks_that_part_rows(mask_of: MaskOf, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("mask_of", [blocks_of_two_rows, one_key_of_another_row, a_little_hidden, nothing_seen])
+@pytest.mark.parametrize("mask_of", [blocks_of_two_rows, one_key_of_another_row, faint_keys, no_keys])
 def test_masks_by_which_rows_meet(mask_of: MaskOf, count: int) -> None:
     model = Packed(mask_of)
     assert leak(model) > 0
     assert Kind.PAIRS in kinds_of(model, count)
 
 
-@pytest.mark.parametrize("mask_of", [causal, other_places_in_the_first_row, of_a_buffer, of_a_parameter])
+@pytest.mark.parametrize("mask_of", [causal, other_places_in_the_first_row, buffer_mask, parameter_mask])
 def test_masks_that_do_not_part_all_rows_alike_or_may_change(mask_of: MaskOf) -> None:
     assert Kind.PAIRS in kinds_of(Packed(mask_of), 2)
 
 
 class Placed(nn.Module):
-    """Adds numbers by places to rows that lie one after the other."""
+    """Adds numbers by places to rows one after the other."""
 
     def __init__(self, numbers_of: Callable[[nn.Module, int], Tensor]):
         super().__init__()
@@ -143,24 +143,24 @@ class Placed(nn.Module):
         return (self.out(h).view(y.shape) - y).square().mean()
 
 
-def in_each_row(model: nn.Module, size: int) -> Tensor:
+def numbers_of_each_row(model: nn.Module, size: int) -> Tensor:
     places = torch.cat([torch.arange(PLACES) for _ in range(size // PLACES)])
     return (places[:, None] * model.frequencies).cos()  # type: ignore[operator]
 
 
-def over_all_rows(model: nn.Module, size: int) -> Tensor:
+def numbers_over_all_rows(model: nn.Module, size: int) -> Tensor:
     """With frequencies of zero all are equal; others may come."""
     return (torch.arange(size)[:, None] * model.frequencies).cos()  # type: ignore[operator]
 
 
-def of_a_trained_table(model: nn.Module, size: int) -> Tensor:
+def numbers_of_a_table(model: nn.Module, size: int) -> Tensor:
     return model.table[:size]  # type: ignore[index, return-value]
 
 
-def test_numbers_that_are_the_same_in_each_row() -> None:
-    assert kinds_of(Placed(in_each_row), 2) == set()
+def test_numbers_that_are_the_same_numbers_of_each_row() -> None:
+    assert kinds_of(Placed(numbers_of_each_row), 2) == set()
 
 
-@pytest.mark.parametrize("numbers_of", [over_all_rows, of_a_trained_table])
+@pytest.mark.parametrize("numbers_of", [numbers_over_all_rows, numbers_of_a_table])
 def test_numbers_that_depend_on_the_row(numbers_of: Callable[[nn.Module, int], Tensor]) -> None:
     assert kinds_of(Placed(numbers_of), 2) == {Kind.ROW_NUMBER}
