@@ -69,6 +69,7 @@ from .prologue.nodes import PrologueNodes
 from .reference_code import reference_code
 from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values.branches import answer_if_finite, answer_of_draw, answer_without_error
+from .values.chosen import NOT_CHOSEN, ChosenRows
 from .values.coordinates import NO_COORDINATES, Coordinates
 from .values.fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .values.known import UNKNOWN
@@ -142,6 +143,16 @@ class DrawWatch(TorchDispatchMode):
         return run_watched
 
 
+class ReadWatch(TorchDispatchMode):
+    """Notices whether a call that runs under it reads a tensor as a number, as `view` does of a size."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen |= func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(GraphWriter):
     """Records one run of a model into `graph`. Use `with recorder.recording(): model(...)`. `is_again`: it compares a
     later run."""
@@ -161,6 +172,7 @@ class Recorder(GraphWriter):
         self.batched_nodes: set[fx.Node] = set()  # those of the calls inside of the torch.vmap that runs
         self.prologue = PrologueNodes(self.values, self.lines)
         self.coordinates = Coordinates()
+        self.chosen = ChosenRows(self)
 
     def lend(self, values: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
         """Let forward read the values of these inputs."""
@@ -297,6 +309,9 @@ class Recorder(GraphWriter):
         dense = self.coordinates.perform(func, args, kwargs, self._other_call)
         if dense is not NO_COORDINATES:
             return dense
+        chosen = self.chosen.perform(func, args, kwargs)
+        if chosen is not NOT_CHOSEN:
+            return chosen
         if func is torch.Tensor.__iter__:
             return iter(self.on_function(torch.Tensor.unbind, (args[0], 0), {}))
         if func is torch.Tensor.expand_as:  # which reads the shape of the other alone, not its values
@@ -385,11 +400,13 @@ class Recorder(GraphWriter):
             return None
         lowered = self.lower(args), self.lower(kwargs)
         self.touched = []
+        reads = ReadWatch()
         try:
-            self.run(func, *self._executable(*lowered, args, kwargs))
+            with reads:
+                self.run(func, *self._executable(*lowered, args, kwargs))
         except NeedsValue:
-            return use_known_values(func, args, kwargs, self._other_call, self.values.knows)
-        return None
+            reads.seen = True
+        return use_known_values(func, args, kwargs, self._other_call, self.values.knows) if reads.seen else None
 
     def _other_call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.on_function(func, args, kwargs)
@@ -399,7 +416,9 @@ class Recorder(GraphWriter):
         if call.target == "dtype" and (plain := self._plain_dtype(args[0])) is not None:
             return plain
         if self.rows is None:
-            return _tensor_text(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
+            if call.target in _TEXTS:
+                return _tensor_text(args[0])
+            return self.chosen.answer(call.target, args[0], self.run(func, args, kwargs))
         args, kwargs = tuple(map(settle, args)), {name: settle(value) for name, value in kwargs.items()}
         node = self.node_of.get(id(args[0]))
         if call.target in _TEXTS:
@@ -451,7 +470,8 @@ class Recorder(GraphWriter):
         self.num_calls += 1
         self.modules.append((path, type(module).__name__, self.num_calls))
         try:
-            if path and id(module) in self.held.leaves and not is_parametrized(module):  # forward may parametrise it
+            is_whole = path and id(module) in self.held.leaves and not any(map(self.chosen.has, args))
+            if is_whole and not is_parametrized(module):  # forward may parametrise it
                 step = RecordedCall("call_module", path)
                 self._require_same_gradients(module.parameters())
                 with DisableTorchFunction():
@@ -513,6 +533,10 @@ class Recorder(GraphWriter):
     def _note_mode(self, node: fx.Node, switch: Callable[[], Any]) -> None:
         if self.rows is not None and not self.is_again:
             self.rows.entries.append(ModeSwitch(switch))
+
+    def bind(self, node: fx.Node, result: Any) -> None:
+        self.chosen.note(node)
+        super().bind(node, result)
 
     def perform(
         self, call: RecordedCall, args: Any, kwargs: Any, run: Callable[..., Any] | None,

@@ -32,6 +32,7 @@ from ..packing.varying_inputs import Unread
 from .guard import Borrowed
 from .lines import SourceLines
 from .rows.sizes import RowTape, Tracked
+from .values.chosen import Count
 from .values.known import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
@@ -108,6 +109,9 @@ class GraphWriter:
         if isinstance(value, Tracked):
             self.rebuild_args = True
             return value.slot()
+        if isinstance(value, Count):
+            self.rebuild_args = True
+            return int.__pos__(value)
         if isinstance(value, (tuple, list)):
             items = [self.lower(item) for item in value]
             return items if isinstance(value, list) else tuple(items)

@@ -1,0 +1,525 @@
+"""Rows that a mask chooses by its values, such as the tokens of an expert: in a program all rows go through what is
+computed of them, and results of those that were not chosen are left out where they are written back.
+
+A forward loops over the experts that got tokens (`for e in hit.nonzero()`), or leaves one without tokens out
+(`if places.numel() == 0: continue`). A program has the loop for every expert. Where eager skips one, a condition says
+so: results do not count, and parameters get no gradient (`runtime/functions/chosen.py`), so that an optimizer leaves
+them alone as in eager.
+
+In: calls as the user's code makes them. Out: calls of fixed sizes. At the end a proof, without which the model is
+refused: nothing but what is written back leaves a loop, and of what is computed each row follows from its own row.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from ....graph.dataflow import closure
+from ....graph.edit import GraphEdit, replace_uses
+from ....graph.follow.engine import meeting_rows
+from ....graph.opgraph import OpGraph, value_tensors
+from ....ir.errors import CaptureError
+from ....runtime.functions.chosen import gradient_if
+from ....runtime.torch_names import DisableTorchFunction, FakeTensor, assert_async
+from ..rows.sizes import OtherTrace
+from .branches import answer_about_length, span_of_branch
+from .fixed_sizes import is_mask, map_leaves
+
+NOT_CHOSEN = object()
+MOST_TURNS = 1024  # of a loop over places
+_COUNTS = ("size", "shape", "numel", "nelement", "__len__")
+_SHAPES = ("view", "reshape", "expand", "unflatten")
+_FLAT = ("squeeze", "flatten", "view", "reshape", "ravel")
+
+
+@dataclass(eq=False)
+class Places:
+    """The places of a mask. `valid`: for each place, whether it is chosen; `numbers`: of each dimension of the mask;
+    `entries`: nodes with a row for each place, and along which dimension; `written`: values that are written back, and
+    the nodes that leave out rows of them; `condition`: without which eager does not come here."""
+
+    sizes: tuple[int, ...]
+    valid: Tensor
+    numbers: tuple[Tensor, ...]
+    mask: fx.Node
+    text: str
+    condition: Tensor | None
+    entries: dict[fx.Node, int] = field(default_factory=dict)
+    written: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(eq=False)
+class Span:
+    """A part of forward that eager runs under a condition. `inside`: the instructions of its frame, where these tell
+    its end; `first` and `last`: the nodes before it and at its end."""
+
+    condition: Tensor
+    first: fx.Node | None
+    text: str
+    frame: FrameType | None = None
+    inside: range = range(0)
+    last: fx.Node | None = None
+
+
+class ChosenRows:
+    """The masks of one run of forward, beside the recorder that runs it."""
+
+    def __init__(self, recorder: Any):
+        self.recorder = recorder
+        self.places: list[Places] = []
+        self.numbers: dict[int, tuple[Places, int]] = {}  # id of a tensor of numbers -> its mask and dimension
+        self.lists: dict[int, Places] = {}  # id of what nonzero() gives
+        self.follows: set[fx.Node] = set()  # nodes that have rows by places
+        self.ends: set[fx.Node] = set()  # nodes that leave rows out
+        self.results: set[fx.Node] = set()  # those that write back
+        self.is_writing = False
+        self.open: list[Span] = []
+        self.closed: list[Span] = []
+
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record another call, also where the user's code runs."""
+        with DisableTorchFunction():
+            return self.recorder.on_function(func, args, kwargs)
+
+    # --- while forward runs
+
+    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call that makes or takes places; NOT_CHOSEN for other calls."""
+        name = getattr(func, "__name__", "")
+        if name in ("where", "nonzero", "argwhere") and len(args) == 1 and self._is_choice(args[0]):
+            found = self._places(args[0])
+            if name == "where" or kwargs.get("as_tuple"):
+                return found.numbers
+            listed = self.call(torch.stack, list(found.numbers), 1)
+            self.lists[id(listed)] = found
+            return listed
+        if name == "__getitem__":
+            key = self._without_masks(args[1])
+            if key is not args[1] or self.places:
+                return self._read(args[0], key) if key is args[1] else self._get(args[0], key)
+            return NOT_CHOSEN
+        if not self.places or self.is_writing:
+            return NOT_CHOSEN
+        self._close()
+        self._require_sizes(name, args, kwargs)
+        is_loop = name == "__iter__" or (name == "unbind" and args[1:] in ((), (0,)) and not kwargs)
+        if is_loop and (found := self._listed(args[0])) is not None:
+            return self._turns(args[0], found)
+        if name in _FLAT and id(args[0]) in self.lists and len(self.lists[id(args[0])].sizes) == 1:
+            return self.lists[id(args[0])].numbers[0]
+        if name in ("index_add", "index_add_"):
+            return self._add(func, *args, **kwargs)
+        if name in ("__setitem__", "index_put", "index_put_"):
+            return self._put(func, *args, **kwargs)
+        return NOT_CHOSEN
+
+    def _require_sizes(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A number of rows is no number of a call, but for the shape of such rows."""
+        leaves: list[Any] = []
+        map_leaves(leaves.append, (args, kwargs))
+        if any(type(leaf) is Count for leaf in leaves) and not (name in _SHAPES and self.has(args[0])):
+            self.refuse()
+
+    def note(self, node: fx.Node) -> None:
+        """Follow rows by places through a call."""
+        if self.follows and node not in self.ends and not self.follows.isdisjoint(node.all_input_nodes):
+            self.follows.add(node)
+
+    def has(self, value: Any) -> bool:
+        """Whether a tensor is made of rows by places."""
+        return bool(self.follows) and self.recorder.node_of.get(id(value)) in self.follows
+
+    def answer(self, query: str, tensor: Any, answer: Any) -> Any:
+        """The answer to a query; what counts chosen rows is a `Count`."""
+        if query not in _COUNTS or not self.has(tensor):
+            return answer
+        found = self._of(self.recorder.node_of[id(tensor)])
+
+        def count(number: Any) -> Any:
+            return Count(number, self, found) if found is None or number % found.count == 0 and number else number
+
+        if query == "__len__" and isinstance(counted := count(answer), Count):  # of which len() makes a plain number
+            (frame,) = self.recorder.lines.frames(1)
+            truth = answer_about_length(frame)
+            if truth is None:
+                self.refuse()
+            self.decide(counted, truth, frame)
+            return answer
+        return tuple(map(count, answer)) if isinstance(answer, tuple) else count(answer)
+
+    def decide(self, count: Count, answer: bool, frame: FrameType) -> bool:
+        """A branch of the user's code asks whether there are rows. `answer`: where there are some."""
+        inside = span_of_branch(frame, answer)
+        if inside is None or count.of is None:
+            self.refuse()
+        self._close()
+        condition = self.call(torch.any, count.of.valid)
+        count.of.condition = condition
+        self._begin(Span(condition, None, self._text(), frame, inside))
+        return answer
+
+    def refuse(self) -> NoReturn:
+        raise CaptureError(self._text())
+
+    def _text(self) -> str:
+        return str(self.recorder._value_text())
+
+    def _is_choice(self, value: Any) -> bool:
+        """Whether a tensor's values are told by activations."""
+        recorder = self.recorder
+        is_fixed = recorder.fake_mode.shape_env is None
+        if not is_fixed or not isinstance(value, FakeTensor) or recorder.values.knows(value):
+            return False
+        node = recorder.node_of.get(id(value))
+        if node is None or not value.dim() or not value.numel() or recorder.prologue.inputs_of((node,)):
+            return False
+        if recorder.rows is not None:
+            raise OtherTrace(self._text())
+        return True
+
+    def _places(self, mask: Tensor) -> Places:
+        node = self.recorder.node_of[id(mask)]
+        self._close()
+        condition = self.open[-1].condition if self.open else None
+        known = next((p for p in self.places if p.condition is condition and self._same(p.mask, node)), None)
+        if known is not None:
+            return known
+        sizes, call = tuple(map(int, mask.shape)), self.call
+        valid = call(torch.flatten, mask if mask.dtype == torch.bool else call(torch.ne, mask, 0))
+        if condition is not None:  # the masks of those that are left out are empty
+            text = f"{self.recorder.lines.current()}: rows are chosen where forward leaves them out"
+            call(assert_async, call(torch.logical_or, call(torch.logical_not, call(torch.any, valid)), condition), text)
+        numbers = [call(torch.arange, size) for size in sizes]
+        if len(sizes) > 1:
+            shapes = [[size if d == i else 1 for d in range(len(sizes))] for i, size in enumerate(sizes)]
+            spread = [call(Tensor.expand, call(Tensor.view, n, shape), sizes) for n, shape in zip(numbers, shapes)]
+            numbers = [call(torch.flatten, each) for each in spread]
+        found = Places(sizes, valid, tuple(numbers), node, self._text(), condition)
+        self.places.append(found)
+        for dim, number in enumerate(numbers):
+            self.numbers[id(number)] = found, dim
+            self._enter(found, number, 0)
+        return found
+
+    def _same(self, a: Any, b: Any) -> bool:
+        """Whether two masks are computed alike, of values that nothing changes in place."""
+        if a is b:
+            return True
+        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a.op == "placeholder" or a.meta["random"]:
+            return type(a) is type(b) and not isinstance(a, (fx.Node, list, tuple, dict)) and bool(a == b)
+        alike = (a.op, a.target, a.kwargs, len(a.args)) == (b.op, b.target, b.kwargs, len(b.args))
+        fresh = not a.meta["mutates"] and a.meta["alias_of"] is None and b.meta["alias_of"] is None
+        return alike and a.op != "get_attr" and fresh and all(map(self._same, a.args, b.args))
+
+    def _enter(self, places: Places, value: Tensor, dim: int) -> None:
+        node = self.recorder.node_of[id(value)]
+        places.entries[node] = dim
+        self.follows.add(node)
+
+    def _of(self, node: fx.Node) -> Places | None:
+        """The places of whose rows a node is made, if they are of one mask."""
+        above = closure([node], lambda n: [m for m in n.all_input_nodes if m in self.follows])
+        found = [places for places in self.places if not above.isdisjoint(places.entries)]
+        return found[0] if len(found) == 1 else None
+
+    # --- reads
+
+    def _without_masks(self, key: Any) -> Any:
+        """A key with places in place of masks."""
+        items = key if isinstance(key, tuple) else (key,)
+        if not any(is_mask(item) and self._is_choice(item) for item in items):
+            return key
+        return tuple(n for item in items for n in (self._places(item).numbers if is_mask(item) else (item,)))
+
+    def _get(self, value: Tensor, key: tuple) -> Any:
+        found = self._read(value, key)
+        return self.call(Tensor.__getitem__, value, key) if found is NOT_CHOSEN else found
+
+    def _key(self, value: Tensor, key: Any) -> tuple[Places, int, list[int], tuple, tuple] | None:
+        """The places of a key that has all numbers of each dimension of a value next to each other: those, the value's
+        first dimension of them, the mask's dimensions, and the items before and after."""
+        items = key if isinstance(key, tuple) else (key,)
+        at = [i for i, item in enumerate(items) if isinstance(item, Tensor) and id(item) in self.numbers]
+        if not at or at != list(range(at[0], at[-1] + 1)):
+            return None
+        found = [self.numbers[id(items[i])] for i in at]
+        before, after, dims = items[: at[0]], items[at[-1] + 1 :], [dim for _, dim in found]
+        plain = all(item is None or item is Ellipsis or item == slice(None) for item in (*before, *after))
+        if len({id(places) for places, _ in found}) != 1 or len(set(dims)) != len(dims) or not plain:
+            return None
+        first = sum(item is not None for item in before)
+        sizes = found[0][0].sizes
+        fits = [*value.shape[first : first + len(dims)]] == [sizes[dim] for dim in dims]
+        return (found[0][0], first, dims, before, after) if fits and Ellipsis not in before else None
+
+    def _read(self, value: Any, key: Any) -> Any:
+        """`value[key]` with numbers of places, as a row for each place."""
+        found = self._key(value, key) if isinstance(value, Tensor) else None
+        if found is None:
+            return NOT_CHOSEN
+        places, first, dims, before, after = found
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+        call, rest = self.call, range(first + len(dims), value.dim())
+        moved = call(Tensor.permute, value, (*range(first), *(first + i for i in order), *rest))
+        for dim in sorted(set(range(len(places.sizes))) - set(dims)):
+            moved = call(torch.unsqueeze, moved, first + dim)
+        shape = (*value.shape[:first], *places.sizes, *(value.shape[i] for i in rest))
+        flat = call(torch.flatten, call(Tensor.expand, moved, shape), first, first + len(places.sizes) - 1)
+        flat = call(torch.clone, flat)
+        if None in before or None in after:
+            flat = call(Tensor.__getitem__, flat, (*before, slice(None), *after))
+        self._enter(places, flat, len(before))
+        return flat
+
+    # --- writes
+
+    def _left_out(self, places: Places, values: Tensor) -> Tensor:
+        """The values with zeros for rows that were not chosen."""
+        if not self.has(values) or self._of(self.recorder.node_of[id(values)]) is not places:
+            self.refuse()
+        if values.shape[0] != places.count:
+            self.refuse()
+        call, given = self.call, self.recorder.node_of[id(values)]
+        others = call(Tensor.view, call(torch.logical_not, places.valid), (places.count, *[1] * (values.dim() - 1)))
+        kept = call(torch.masked_fill, values, others, 0)
+        node = self.recorder.node_of[id(kept)]
+        self.ends.add(node)
+        self.follows.discard(node)
+        places.written[node] = given
+        return kept if places.condition is None else call(gradient_if, kept, places.condition)  # type: ignore[no-any-return]
+
+    def _total(self, places: Places, values: Tensor, dims: Sequence[int]) -> Tensor:
+        """Values [places, ...] added up over the dimensions of the mask beside `dims`, which come first, in order."""
+        shaped = self.call(torch.unflatten, values, 0, places.sizes)
+        others = [dim for dim in range(len(places.sizes)) if dim not in dims]
+        total = self.call(torch.sum, shaped, others, dtype=values.dtype) if others else shaped
+        left = sorted(dims)
+        if list(dims) == left:
+            return total  # type: ignore[no-any-return]
+        rest = range(len(dims), total.dim())
+        return self.call(Tensor.permute, total, (*(left.index(dim) for dim in dims), *rest))  # type: ignore[no-any-return]
+
+    def _add(self, func: Any, target: Tensor, dim: int, index: Tensor, source: Tensor, **more: Any) -> Any:
+        if not self.has(index) and not self.has(source):
+            return NOT_CHOSEN
+        places = self._of(self.recorder.node_of[id(index)]) if self.has(index) else None
+        if places is None or dim != 0 or more:
+            self.refuse()
+        kept = self._left_out(places, source)
+        raw = self._key(target, index)
+        if raw is None:
+            self.is_writing = True
+            result = self.call(func, target, dim, index, kept)
+            self.is_writing = False
+            node = self.recorder.node_of[id(result)]
+            self.ends.add(node)
+            self.follows.discard(node)
+            places.written[node] = self.recorder.node_of[id(index)]
+        else:
+            total = self._total(places, kept, raw[2])
+            result = self.call(torch.add if func.__name__ == "index_add" else Tensor.add_, target, total)
+        return self._result(result)
+
+    def _put(self, func: Any, target: Tensor, key: Any, values: Any, accumulate: bool = False) -> Any:
+        key = self._without_masks(tuple(key) if isinstance(key, list) else key)
+        items = key if isinstance(key, tuple) else (key,)
+        if not self.has(values) and not any(self.has(item) for item in items):
+            return NOT_CHOSEN
+        found = self._key(target, key)
+        if found is None or found[3] or None in found[4] or not isinstance(values, Tensor):
+            self.refuse()
+        places, _, dims, _, _ = found
+        call = self.call
+        values = values if values.dtype == target.dtype else call(Tensor.to, values, target.dtype)
+        total = self._total(places, self._left_out(places, values), dims)
+        if accumulate:
+            new = call(torch.add, target, total)
+        else:
+            number = self._total(places, call(Tensor.to, places.valid, torch.int32), dims)
+            if len(dims) < len(places.sizes):
+                text = f"{self.recorder.lines.current()}: a row is chosen several times, and written in any order"
+                call(assert_async, call(torch.all, call(torch.le, number, 1)), text)
+            chosen = call(Tensor.view, call(torch.gt, number, 0), (*number.shape, *[1] * (total.dim() - number.dim())))
+            new = call(torch.where, chosen, total, target)
+        if func.__name__ == "index_put":
+            return self._result(new)
+        result = self._result(call(Tensor.copy_, target, new))
+        return None if func.__name__ == "__setitem__" else result
+
+    def _result(self, value: Tensor) -> Tensor:
+        self.results.add(self.recorder.node_of[id(value)])
+        return value
+
+    # --- loops
+
+    def _listed(self, value: Any) -> Places | None:
+        if id(value) in self.lists:
+            found = self.lists[id(value)]
+        elif id(value) in self.numbers:
+            found, _ = self.numbers[id(value)]
+        else:
+            return None
+        if len(found.sizes) > 1 or found.count > MOST_TURNS:
+            self.refuse()
+        return found
+
+    def _turns(self, listed: Tensor, places: Places) -> Iterator[Tensor]:
+        """The turns of a loop over chosen places, one for every place."""
+        for number in range(places.count):
+            item = self.call(Tensor.__getitem__, listed, number)
+            node = self.recorder.node_of[id(item)]
+            self.follows.discard(node)
+            self.ends.add(node)
+            outer = self.open[-1].condition if self.open else None
+            condition = self.call(Tensor.__getitem__, places.valid, number)
+            condition = condition if outer is None else self.call(torch.logical_and, condition, outer)
+            span = self._begin(Span(condition, None, self._text()))
+            try:
+                yield item
+            finally:
+                while span in self.open:
+                    self._end()
+
+    def _begin(self, span: Span) -> Span:
+        span.first = self._last_node()
+        self.open.append(span)
+        return span
+
+    def _end(self) -> None:
+        span = self.open.pop()
+        span.last = self._last_node()
+        self.closed.append(span)
+
+    def _close(self) -> None:
+        """End the spans whose frame has left them."""
+        running = set[FrameType]()
+        if self.open and self.open[-1].frame is not None:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                running.add(frame)
+                frame = frame.f_back
+        while self.open and (frame := self.open[-1].frame) is not None:
+            if frame in running and frame.f_lasti in self.open[-1].inside:
+                return
+            self._end()
+
+    def _last_node(self) -> fx.Node | None:
+        return next(iter(reversed(self.recorder.graph.nodes)), None)
+
+    # --- afterwards
+
+    def require_written_back(self) -> None:
+        """Raise CaptureError where anything but what is written back leaves a part that eager may skip."""
+        while self.open:
+            self._end()
+        order = {node: place for place, node in enumerate(self.recorder.graph.nodes)}
+        for span in self.closed:
+            begin = -1 if span.first is None else order[span.first]
+            end = -1 if span.last is None else order[span.last]
+            for node in list(order)[begin + 1 : end + 1]:
+                if node.op == "get_attr" or node in self.results:
+                    continue
+                written = any(order[target] <= begin for target in node.meta["mutates"])
+                if written or any(order[user] > end for user in node.users):
+                    raise CaptureError(span.text)
+
+    def finish(self, graph: OpGraph) -> None:
+        """Prove that rows stay apart, and let parameters of what eager skips have no gradient. Raises CaptureError."""
+        there = set(graph.nodes)
+        outputs, regions = set(graph.outputs.values()), list[tuple[Places, list[fx.Node]]]()
+        for places in self.places:
+            entries = {node: dim for node, dim in places.entries.items() if node in there}
+            inside = closure(entries, lambda n: [m for m in n.users if m not in self.ends])
+            region = [node for node in graph.nodes if node in inside and node not in entries and node.op != "output"]
+            writes = {target for node in region for target in node.meta["mutates"]}
+            is_apart = outputs.isdisjoint(inside) and writes <= inside
+            is_apart = is_apart and all(_is_of_rows(node, places.count) for node in region)
+            ends = [given for node, given in places.written.items() if node in there]
+            if not is_apart or meeting_rows(graph, region, entries, ends, places.count) is not None:
+                raise CaptureError(places.text)
+            regions.append((places, region))
+        seen = set[fx.Node]()
+        for places, region in regions:
+            if not seen.isdisjoint(region):
+                raise CaptureError(places.text)
+            seen.update(region)
+            if places.condition is not None:
+                self._condition(graph, region, {*region, *places.entries}, self.recorder.node_of[id(places.condition)])
+
+    def _condition(self, graph: OpGraph, region: list[fx.Node], inside: set[fx.Node], condition: fx.Node) -> None:
+        """Let no gradient reach what the nodes read, without the condition."""
+        for node in region:
+            for given in node.all_input_nodes if not node.meta["no_grad"] else ():
+                if given not in inside and any(t.requires_grad for t in value_tensors(given.meta["val"])):
+                    edit = GraphEdit(graph, node)
+                    new = edit.call(gradient_if, given, condition, view_of=given)
+                    replace_uses(graph, {given: new}, readers={node})
+
+
+def _is_of_rows(node: fx.Node, count: int) -> bool:
+    """Whether a node does nothing but give values, in each of which there may be all rows."""
+    sizes = [tensor.numel() for tensor in value_tensors(node.meta["val"])]
+    return bool(sizes) and not any(n % count for n in sizes) and not node.meta.get("updates_buffers")
+
+
+def _refused(self: Count, *_: Any) -> NoReturn:
+    self.chosen.refuse()
+
+
+class Count(int):
+    """A number of chosen rows, of which only the step knows whether there are any. As an argument of a reshape it is
+    the number of all rows."""
+
+    chosen: ChosenRows
+    of: Places | None
+    __hash__ = int.__hash__
+
+    def __new__(cls, value: int, chosen: ChosenRows, of: Places | None) -> Count:
+        made = super().__new__(cls, value)
+        made.chosen, made.of = chosen, of
+        return made
+
+    def _compare(self, answers: dict[Any, bool], other: Any) -> bool:
+        if type(other) is not int or other not in answers:
+            self.chosen.refuse()
+        return self.chosen.decide(self, answers[other], sys._getframe(2))
+
+    def __bool__(self) -> bool:
+        return self.chosen.decide(self, True, sys._getframe(1))
+
+    def __eq__(self, other: object) -> bool:
+        return self._compare({0: False}, other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compare({0: True}, other)
+
+    def __gt__(self, other: int) -> bool:
+        return self._compare({0: True}, other)
+
+    def __ge__(self, other: int) -> bool:
+        return self._compare({1: True}, other)
+
+    def __lt__(self, other: int) -> bool:
+        return self._compare({1: False}, other)
+
+    def __le__(self, other: int) -> bool:
+        return self._compare({0: False}, other)
+
+
+for _name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod",
+    "rpow", "neg", "abs", "int", "index", "float", "repr", "str", "format", "divmod", "and", "or", "xor", "invert",
+):  # fmt: skip
+    setattr(Count, f"__{_name}__", _refused)
