@@ -269,7 +269,8 @@ def _notes(recorder: Recorder, inputs: TraceInputs) -> tuple[str, ...]:
     left = [name for name in inputs.tensors if name not in read and name not in others]
     unread = [f"neither forward nor the loss reads {name!r} of the batch" for name in left]
     kernels = [reference_note(recorder.left_out_kernels)] if recorder.left_out_kernels else []
-    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints + (*kernels, *unread)
+    also = (*kernels, *recorder.chosen.notes(), *unread)
+    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints + also
 
 
 @contextmanager

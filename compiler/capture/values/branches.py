@@ -124,8 +124,8 @@ class _Code:
             return None
         place = jump
         meet = self._target(place) if ("IF_TRUE" in self.all[place].opname) != answer ^ flips else place + 1
-        while self.all[meet].opname == "NOP" or ("JUMP" in self.all[meet].opname and "_IF_" not in self.all[meet].opname):
-            meet = meet + 1 if self.all[meet].opname == "NOP" else self._target(meet)
+        while (name := self.all[meet].opname) == "NOP" or ("JUMP" in name and "_IF_" not in name):
+            meet = meet + 1 if name == "NOP" else self._target(meet)
         begin, head = place + 1, meet
         if self.all[meet].opname == "FOR_ITER" and meet < place:
             meet = self._target(meet)

@@ -35,6 +35,13 @@ from .fixed_sizes import is_mask, map_leaves
 
 NOT_CHOSEN = object()
 MOST_TURNS = 1024  # of a loop over places
+_TEXT = (
+    "needs the values of activations, such as which tokens an expert gets. A program computes all rows, and leaves out "
+    "those that were not chosen where they are written back to their places (index_add_, y[places] = ..., y[mask] = "
+    "...): up to there each row must follow from its own, nothing else may leave a part that is run for chosen rows "
+    "alone, and their number may be compared with 0 only (`if places.numel() == 0: continue`). In a mixture of experts "
+    'of transformers, model.set_experts_implementation("batched_mm") may do'
+)
 _COUNTS = ("size", "shape", "numel", "nelement", "__len__")
 _SHAPES = ("view", "reshape", "expand", "unflatten")
 _FLAT = ("squeeze", "flatten", "view", "reshape", "ravel")
@@ -148,7 +155,7 @@ class ChosenRows:
         found = self._of(self.recorder.node_of[id(tensor)])
 
         def count(number: Any) -> Any:
-            return Count(number, self, found) if found is None or number % found.count == 0 and number else number
+            return Count(number, self, found) if found is None or (number % found.count == 0 and number) else number
 
         if query == "__len__" and isinstance(counted := count(answer), Count):  # of which len() makes a plain number
             (frame,) = self.recorder.lines.frames(1)
@@ -174,7 +181,7 @@ class ChosenRows:
         raise CaptureError(self._text())
 
     def _text(self) -> str:
-        return str(self.recorder._value_text())
+        return f"{self.recorder.lines.where()}\n  {_TEXT}"
 
     def _is_choice(self, value: Any) -> bool:
         """Whether a tensor's values are told by activations."""
@@ -434,6 +441,12 @@ class ChosenRows:
                 written = any(order[target] <= begin for target in node.meta["mutates"])
                 if written or any(order[user] > end for user in node.users):
                     raise CaptureError(span.text)
+
+    def notes(self) -> Iterator[str]:
+        """A line for people, where rows are chosen."""
+        if self.places:
+            line = self.places[0].text.splitlines()[0]
+            yield f"{line}: activations choose rows, {len(self.places)} times in all; the program computes all rows"
 
     def finish(self, graph: OpGraph) -> None:
         """Prove that rows stay apart, and let parameters of what eager skips have no gradient. Raises CaptureError."""

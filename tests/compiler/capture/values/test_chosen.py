@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.capture.trace import trace
-from penstock.ir.errors import CaptureError
+from penstock.ir.errors import CaptureError, PenstockError
 
 WIDTH, EXPERTS, EACH = 8, 5, 2
 
@@ -118,6 +118,7 @@ def batch_of(rows: int = 4) -> dict[str, Tensor]:
 def test_loops_over_experts_train_as_in_eager(style: Any, micro_batches: int, devices: int) -> None:
     torch.manual_seed(1)
     model = Net(style)
+    before = copy.deepcopy(model.state_dict())
     eager, adam = copy.deepcopy(model), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     optimizer, batches = adam(eager.parameters()), [batch_of() for _ in range(3)]
     losses = []
@@ -137,5 +138,89 @@ def test_loops_over_experts_train_as_in_eager(style: Any, micro_batches: int, de
         state = job.state_dict()
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-    if style in (hit_list, continued, branched):
-        assert torch.equal(state["mixture.experts.4.up.weight"], model.state_dict()["mixture.experts.4.up.weight"])
+    if style in (hit_list, continued, branched):  # an expert without tokens
+        name = "mixture.experts.4.up.weight"
+        assert torch.equal(state[name], before[name])
+
+
+def test_halves_of_backward_leave_experts_without_tokens_alone() -> None:
+    torch.manual_seed(1)
+    model, batch = Net(continued), batch_of()
+    eager, adam = copy.deepcopy(model), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    optimizer = adam(eager.parameters())
+    eager(**batch).backward()
+    optimizer.step()
+    hardware = penstock.Hardware.cpu(2, memory="64MB")
+    with penstock.compile(
+        model, hardware, example_inputs=batch, optimizer=adam, micro_batches=2, strategy="zero-bubble"
+    ) as job:  # fmt: skip
+        job.step(batch)
+        state = job.state_dict()
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_lanes_are_refused() -> None:
+    hardware = penstock.Hardware.cpu(2, memory="64MB")
+    with pytest.raises(PenstockError, match=r"without any, parameters have no gradient.*strategy=\"gpipe\""):
+        penstock.compile(
+            Net(continued), hardware, example_inputs=batch_of(), optimizer=torch.optim.SGD, micro_batches=2,
+            strategy="data-parallel",
+        )  # fmt: skip
+
+
+def counted(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(tokens)
+    for number, expert in enumerate(m.experts):
+        token, _ = torch.where(chosen == number)
+        out.index_add_(0, token, expert(tokens[token]) / token.numel())
+    return out
+
+
+def averaged(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(tokens)
+    for number, expert in enumerate(m.experts):
+        token, _ = torch.where(chosen == number)
+        found = expert(tokens[token])
+        out.index_add_(0, token, found - found.mean(0))
+    return out
+
+
+def escaping(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    token, _ = torch.where(chosen == 0)
+    return tokens * m.experts[0](tokens[token]).sum()
+
+
+def penalised(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """What eager adds for experts with tokens alone."""
+    out, penalty = torch.zeros_like(tokens), tokens.new_zeros(())
+    for number, expert in enumerate(m.experts):
+        token, _ = torch.where(chosen == number)
+        if token.numel() > 0:
+            out.index_add_(0, token, expert(tokens[token]))
+            penalty = penalty + expert.up.weight.square().sum()
+    return out + penalty
+
+
+def left(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Eager ends at the first expert without tokens."""
+    out = torch.zeros_like(tokens)
+    for number, expert in enumerate(m.experts):
+        token, _ = torch.where(chosen == number)
+        if token.numel() == 0:
+            break
+        out.index_add_(0, token, expert(tokens[token]))
+    return out
+
+
+def dense(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(tokens)
+    for number in torch.zeros(EXPERTS).index_add(0, chosen.flatten(), torch.ones(chosen.numel())).nonzero():
+        out = out + m.experts[number[0]](tokens)
+    return out
+
+
+@pytest.mark.parametrize("style", [counted, averaged, escaping, penalised, left, dense])
+def test_what_rows_chosen_by_value_must_not_do(style: Any) -> None:
+    with pytest.raises(CaptureError, match=r"test_chosen\.py:\d+: .*(where|numel|for number)(.|\n)*where they are"):
+        trace(Net(style), batch_of())
