@@ -417,7 +417,7 @@ class Recorder(GraphWriter):
             return plain
         if self.rows is None:
             if call.target in _TEXTS:
-                return _tensor_text(args[0])
+                return self._text_of(func, *args)
             return self.chosen.answer(call.target, args[0], self.run(func, args, kwargs))
         args, kwargs = tuple(map(settle, args)), {name: settle(value) for name, value in kwargs.items()}
         node = self.node_of.get(id(args[0]))
@@ -427,6 +427,13 @@ class Recorder(GraphWriter):
                 settle(each)
             return _tensor_text(args[0])
         return self.rows.answer(call.target, func, node, args[1:], kwargs, self.run(func, args, kwargs))
+
+    def _text_of(self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> str:
+        """The text of a value that is the same at every step, such as a number in a name; of others a message's."""
+        if not self.values.knows(tensor) or id(tensor) in self.values.of_batch:
+            return _tensor_text(tensor)
+        with unset_fake_temporarily(), DisableTorchFunction():
+            return str(func(self.values.value(tensor), *args))
 
     def _plain_dtype(self, tensor: torch.Tensor) -> torch.dtype | None:
         """The type of a weight that files alone have packed, which is plain in the user's model: forward may cast to

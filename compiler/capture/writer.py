@@ -111,7 +111,7 @@ class GraphWriter:
             return value.slot()
         if isinstance(value, Count):
             self.rebuild_args = True
-            return int.__pos__(value)
+            return value.value
         if isinstance(value, (tuple, list)):
             items = [self.lower(item) for item in value]
             return items if isinstance(value, list) else tuple(items)

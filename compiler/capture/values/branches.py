@@ -80,8 +80,12 @@ class _Code:
 
     def __init__(self, frame: FrameType):
         code, self.names = frame.f_code, {**frame.f_builtins, **frame.f_globals}
-        self.all = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
-        self.place_of = {each.offset: place for place, each in enumerate(self.all)}
+        self.all: list[dis.Instruction] = []
+        self.place_of: dict[int, int] = {}
+        for each in dis.get_instructions(code):
+            self.place_of[each.offset] = len(self.all)
+            if each.opname not in ("CACHE", "EXTENDED_ARG"):
+                self.all.append(each)
         entries = getattr(dis.Bytecode(code), "exception_entries", ())  # of Python 3.11 and later
         self.caught = [range(e.start, e.end) for e in entries if not self._is_with(self.place_of[e.target])]
 

@@ -13,6 +13,7 @@ refused: nothing but what is written back leaves a loop, and of what is computed
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from ....graph.dataflow import closure
 from ....graph.edit import GraphEdit, replace_uses
 from ....graph.follow.engine import meeting_rows
 from ....graph.opgraph import OpGraph, value_tensors
+from ....ir.calls import call_name
 from ....ir.errors import CaptureError
 from ....runtime.functions.chosen import gradient_if
 from ....runtime.torch_names import DisableTorchFunction, FakeTensor, assert_async
@@ -91,6 +93,8 @@ class ChosenRows:
         self.follows: set[fx.Node] = set()  # nodes that have rows by places
         self.ends: set[fx.Node] = set()  # nodes that leave rows out
         self.results: set[fx.Node] = set()  # those that write back
+        self.segments: list[list[Places]] = []  # those of each split by sizes
+        self.read: tuple[FrameType, int] | None = None  # the instruction that has taken a `Count` as a number
         self.is_writing = False
         self.open: list[Span] = []
         self.closed: list[Span] = []
@@ -105,6 +109,8 @@ class ChosenRows:
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call that makes or takes places; NOT_CHOSEN for other calls."""
         name = getattr(func, "__name__", "")
+        if self.read is not None:
+            self._require_shape(name)
         if name in ("where", "nonzero", "argwhere") and len(args) == 1 and self._is_choice(args[0]):
             found = self._places(args[0])
             if name == "where" or kwargs.get("as_tuple"):
@@ -112,6 +118,12 @@ class ChosenRows:
             listed = self.call(torch.stack, list(found.numbers), 1)
             self.lists[id(listed)] = found
             return listed
+        if name == "item" and (listed := self._item_of(args[0])) is not None:
+            return Count(listed, self, None)
+        if name == "split" and len(args) > 1 and (sizes := self._sizes(args[1])) is not None:
+            return self._split(args[0], sizes, *args[2:], **kwargs)
+        if name == "cat" and self.segments:
+            return self._join(*args, **kwargs)
         if name == "__getitem__":
             key = self._without_masks(args[1])
             if key is not args[1] or self.places:
@@ -131,6 +143,13 @@ class ChosenRows:
         if name in ("__setitem__", "index_put", "index_put_"):
             return self._put(func, *args, **kwargs)
         return NOT_CHOSEN
+
+    def _require_shape(self, name: str = "") -> None:
+        """A number of rows was an argument of this call, which makes a shape."""
+        frame = next(iter(self.recorder.lines.frames(1)), None)
+        if name not in _SHAPES or frame is None or self.read != (frame, frame.f_lasti):
+            self.refuse()
+        self.read = None
 
     def _require_sizes(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """A number of rows is no number of a call, but for the shape of such rows."""
@@ -369,6 +388,61 @@ class ChosenRows:
         self.results.add(self.recorder.node_of[id(value)])
         return value
 
+    # --- runs of rows of sizes that activations tell
+
+    def _item_of(self, value: Any) -> tuple[fx.Node, int] | None:
+        """The list of whole numbers of which `tolist` reads this one, and its place in it."""
+        node = self.recorder.node_of.get(id(value))
+        if node is None or node.target is not operator.getitem or call_name(node.args[0]) != "unbind":
+            return None
+        listed = node.args[0].args[0]
+        is_list = listed.meta["val"].dim() == 1 and not value.is_floating_point()
+        return (listed, node.args[1]) if is_list and self._is_choice(listed.meta["val"]) else None
+
+    def _sizes(self, given: Any) -> Tensor | None:
+        """The tensor of the numbers of a list that `tolist` made."""
+        items = [item.value for item in given if type(item) is Count] if isinstance(given, (list, tuple)) else []
+        if not items or not all(isinstance(item, tuple) for item in items):
+            return None
+        tensor = items[0][0].meta["val"]
+        if len(items) != len(given) or items != [(items[0][0], i) for i in range(tensor.shape[0])]:
+            self.refuse()
+        return tensor  # type: ignore[no-any-return]
+
+    def _split(self, value: Tensor, sizes: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """All rows for each run, of which its own are chosen."""
+        call, count = self.call, int(value.shape[0])
+        if dim != 0:
+            self.refuse()
+        ends = call(torch.cumsum, sizes, 0)
+        fits = call(torch.eq, call(torch.sum, sizes), count)
+        call(assert_async, fits, f"{self.recorder.lines.current()}: the sizes are not those of all rows")
+        number, node = call(torch.arange, count), self.recorder.node_of[id(sizes)]
+        places, found, before = list[Places](), list[Tensor](), None
+        for turn in range(sizes.shape[0]):
+            is_before = call(torch.lt, number, call(Tensor.__getitem__, ends, turn))
+            own = is_before if before is None else call(torch.logical_and, is_before, call(torch.logical_not, before))
+            before = is_before
+            places.append(Places((count,), own, (), node, self._text(), None))
+            found.append(call(torch.clone, value))
+            self.places.append(places[-1])
+            self._enter(places[-1], found[-1], 0)
+        self.segments.append(places)
+        return tuple(found)
+
+    def _join(self, values: Any, dim: int = 0) -> Any:
+        """The runs of a split one after the other again, which are in their places."""
+        nodes = [self.recorder.node_of.get(id(value)) for value in values]
+        if not any(node in self.follows for node in nodes):
+            return NOT_CHOSEN
+        own = [self._of(node) if node in self.follows else None for node in nodes]
+        if dim != 0 or own not in self.segments:
+            self.refuse()
+        total = self._left_out(self.segments[self.segments.index(own)][0], values[0])  # type: ignore[arg-type]
+        for places, value in list(zip(own, values))[1:]:
+            total = self.call(torch.add, total, self._left_out(places, value))  # type: ignore[arg-type]
+        return self._result(total)
+
     # --- loops
 
     def _listed(self, value: Any) -> Places | None:
@@ -384,7 +458,12 @@ class ChosenRows:
 
     def _turns(self, listed: Tensor, places: Places) -> Iterator[Tensor]:
         """The turns of a loop over chosen places, one for every place."""
-        for number in range(places.count):
+        most = _most_numbers(places.mask, places.count)
+        if most < places.count:
+            last = self.call(torch.any, self.call(torch.narrow, places.valid, 0, most, places.count - most))
+            text = f"{self.recorder.lines.current()}: a number beyond those that topk gives"
+            self.call(assert_async, self.call(torch.logical_not, last), text)
+        for number in range(most):
             item = self.call(Tensor.__getitem__, listed, number)
             node = self.recorder.node_of[id(item)]
             self.follows.discard(node)
@@ -429,6 +508,8 @@ class ChosenRows:
 
     def require_written_back(self) -> None:
         """Raise CaptureError where anything but what is written back leaves a part that eager may skip."""
+        if self.read is not None:
+            self._require_shape()
         while self.open:
             self._end()
         order = {node: place for place, node in enumerate(self.recorder.graph.nodes)}
@@ -481,6 +562,18 @@ class ChosenRows:
                     replace_uses(graph, {given: new}, readers={node})
 
 
+def _most_numbers(mask: fx.Node, count: int) -> int:
+    """The number of places that a mask over the classes of `one_hot` may have, of which some are of no number that
+    `topk` can give."""
+    for node in closure([mask], lambda n: n.all_input_nodes):
+        if call_name(node) == "one_hot" and node.meta["val"].shape[-1] == count:
+            for above in closure(node.all_input_nodes[:1], lambda n: n.all_input_nodes[:1]):
+                if call_name(above) == "topk":
+                    dim = above.kwargs.get("dim", above.args[2] if len(above.args) > 2 else -1)
+                    return min(count, above.all_input_nodes[0].meta["val"].shape[dim])
+    return count
+
+
 def _is_of_rows(node: fx.Node, count: int) -> bool:
     """Whether a node does nothing but give values, in each of which there may be all rows."""
     sizes = [tensor.numel() for tensor in value_tensors(node.meta["val"])]
@@ -491,18 +584,22 @@ def _refused(self: Count, *_: Any) -> NoReturn:
     self.chosen.refuse()
 
 
-class Count(int):
-    """A number of chosen rows, of which only the step knows whether there are any. As an argument of a reshape it is
-    the number of all rows."""
+class Count:
+    """A number of chosen rows, of which only the step knows whether there are any. `value`: the number of all rows,
+    which it is as an argument of a reshape; or where the number stands in a list of sizes."""
 
-    chosen: ChosenRows
-    of: Places | None
-    __hash__ = int.__hash__
+    __hash__ = None  # type: ignore[assignment]
 
-    def __new__(cls, value: int, chosen: ChosenRows, of: Places | None) -> Count:
-        made = super().__new__(cls, value)
-        made.chosen, made.of = chosen, of
-        return made
+    def __init__(self, value: Any, chosen: ChosenRows, of: Places | None):
+        self.value, self.chosen, self.of = value, chosen, of
+
+    def __index__(self) -> int:
+        """Torch asks arguments, before it hands them over; anyone else is found out by the next call."""
+        if not isinstance(self.value, int):
+            self.chosen.refuse()
+        frame = sys._getframe(1)
+        self.chosen.read = frame, frame.f_lasti
+        return self.value
 
     def _compare(self, answers: dict[Any, bool], other: Any) -> bool:
         if type(other) is not int or other not in answers:
@@ -533,6 +630,6 @@ class Count(int):
 
 for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod",
-    "rpow", "neg", "abs", "int", "index", "float", "repr", "str", "format", "divmod", "and", "or", "xor", "invert",
+    "rpow", "neg", "abs", "int", "float", "repr", "str", "format", "divmod", "and", "or", "xor", "invert",
 ):  # fmt: skip
     setattr(Count, f"__{_name}__", _refused)
