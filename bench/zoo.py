@@ -130,7 +130,7 @@ def train_missing(only: str, again: list[str], others: bool) -> None:
     saved = {(row["family"], row["class"]): row for row in saved_rows(results)}
     trainer = Trainer()
     models: Iterator[ModelClass | OtherModel] = other_models(only) if others else model_classes(only)
-    for model in _by_turn(models, saved):
+    for model in _take_turns(models, saved):
         before = saved.get((model.family, model.name), {})
         library = {model.library: metadata.version(model.library)}
         if library.items() <= before.items() and before["outcome"] not in again and "all" not in again:
@@ -147,7 +147,7 @@ def train_missing(only: str, again: list[str], others: bool) -> None:
     trainer.close()
 
 
-def _by_turn(models: Iterator[Any], saved: dict[tuple[str, str], Any]) -> list[Any]:
+def _take_turns(models: Iterator[Any], saved: dict[tuple[str, str], Any]) -> list[Any]:
     """One class of each family after the other, those of families without a row first."""
     count, turns = Counter(family for family, _ in saved), list[int]()
     every = list(models)

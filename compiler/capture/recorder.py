@@ -475,6 +475,7 @@ class Recorder(GraphWriter):
         if path is None:  # made on the fly inside forward; its calls belong to the caller
             return call(module, *args, **kwargs)
         self.num_calls += 1
+        self.chosen.close()
         self.modules.append((path, type(module).__name__, self.num_calls))
         try:
             is_whole = path and id(module) in self.held.leaves and not any(map(self.chosen.has, args))
@@ -507,6 +508,7 @@ class Recorder(GraphWriter):
         if kind is checkpoint.CheckpointFunction:  # recomputation is decided by passes, not by the model
             self.has_checkpoints = True
             return args[0](*args[2:])
+        self.chosen.close()
         call = self.calls.get(kind)
         if call is None:
             if self.is_again and any(_full_name(kind) == _full_name(other) for other in self.calls):

@@ -50,10 +50,10 @@ _FLAT = ("squeeze", "flatten", "view", "reshape", "ravel")
 
 
 @dataclass(eq=False)
-class Places:
+class MaskPlaces:
     """The places of a mask. `valid`: for each place, whether it is chosen; `numbers`: of each dimension of the mask;
-    `entries`: nodes with a row for each place, and along which dimension; `written`: values that are written back, and
-    the nodes that leave out rows of them; `condition`: without which eager does not come here."""
+    `entries`: nodes with a row for each place, and along which dimension; `written`: the nodes that leave out rows,
+    and of which values; `condition`: without which eager does not come here."""
 
     sizes: tuple[int, ...]
     valid: Tensor
@@ -70,7 +70,7 @@ class Places:
 
 
 @dataclass(eq=False)
-class Span:
+class SkippedSpan:
     """A part of forward that eager runs under a condition. `inside`: the instructions of its frame, where these tell
     its end; `first` and `last`: the nodes before it and at its end."""
 
@@ -87,17 +87,18 @@ class ChosenRows:
 
     def __init__(self, recorder: Any):
         self.recorder = recorder
-        self.places: list[Places] = []
-        self.numbers: dict[int, tuple[Places, int]] = {}  # id of a tensor of numbers -> its mask and dimension
-        self.lists: dict[int, Places] = {}  # id of what nonzero() gives
+        self.places: list[MaskPlaces] = []
+        self.numbers: dict[int, tuple[MaskPlaces, int]] = {}  # id of a tensor of numbers -> its mask and dimension
+        self.lists: dict[int, MaskPlaces] = {}  # id of what nonzero() gives
         self.follows: set[fx.Node] = set()  # nodes that have rows by places
         self.ends: set[fx.Node] = set()  # nodes that leave rows out
         self.results: set[fx.Node] = set()  # those that write back
-        self.segments: list[list[Places]] = []  # those of each split by sizes
-        self.read: tuple[FrameType, int] | None = None  # the instruction that has taken a `Count` as a number
+        self.segments: list[list[MaskPlaces]] = []  # those of each split by sizes
+        self.read: tuple[FrameType, int] | None = None  # the instruction that has taken a `ChosenCount` as a number
         self.is_writing = False
-        self.open: list[Span] = []
-        self.closed: list[Span] = []
+        self.skipped: dict[fx.Node, fx.Node] = {}  # nodes that eager may leave out -> on which condition
+        self.open: list[SkippedSpan] = []
+        self.closed: list[SkippedSpan] = []
 
     def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Record another call, also where the user's code runs."""
@@ -111,6 +112,7 @@ class ChosenRows:
         name = getattr(func, "__name__", "")
         if self.read is not None:
             self._require_shape(name)
+        self.close()
         if name in ("where", "nonzero", "argwhere") and len(args) == 1 and self._is_choice(args[0]):
             found = self._places(args[0])
             if name == "where" or kwargs.get("as_tuple"):
@@ -119,22 +121,21 @@ class ChosenRows:
             self.lists[id(listed)] = found
             return listed
         if name == "item" and (listed := self._item_of(args[0])) is not None:
-            return Count(listed, self, None)
+            return ChosenCount(listed, self, None)
         if name == "split" and len(args) > 1 and (sizes := self._sizes(args[1])) is not None:
             return self._split(args[0], sizes, *args[2:], **kwargs)
         if name == "cat" and self.segments:
             return self._join(*args, **kwargs)
         if name == "__getitem__":
-            key = self._without_masks(args[1])
+            key = self._replace_masks(args[1])
             if key is not args[1] or self.places:
                 return self._read(args[0], key) if key is args[1] else self._get(args[0], key)
             return NOT_CHOSEN
         if not self.places or self.is_writing:
             return NOT_CHOSEN
-        self._close()
         self._require_sizes(name, args, kwargs)
         is_loop = name == "__iter__" or (name == "unbind" and args[1:] in ((), (0,)) and not kwargs)
-        if is_loop and (found := self._listed(args[0])) is not None:
+        if is_loop and (found := self._list_places(args[0])) is not None:
             return self._turns(args[0], found)
         if name in _FLAT and id(args[0]) in self.lists and len(self.lists[id(args[0])].sizes) == 1:
             return self.lists[id(args[0])].numbers[0]
@@ -155,7 +156,7 @@ class ChosenRows:
         """A number of rows is no number of a call, but for the shape of such rows."""
         leaves: list[Any] = []
         map_leaves(leaves.append, (args, kwargs))
-        if any(type(leaf) is Count for leaf in leaves) and not (name in _SHAPES and self.has(args[0])):
+        if any(type(leaf) is ChosenCount for leaf in leaves) and not (name in _SHAPES and self.has(args[0])):
             self.refuse()
 
     def note(self, node: fx.Node) -> None:
@@ -168,15 +169,16 @@ class ChosenRows:
         return bool(self.follows) and self.recorder.node_of.get(id(value)) in self.follows
 
     def answer(self, query: str, tensor: Any, answer: Any) -> Any:
-        """The answer to a query; what counts chosen rows is a `Count`."""
+        """The answer to a query; what counts chosen rows is a `ChosenCount`."""
         if query not in _COUNTS or not self.has(tensor):
             return answer
-        found = self._of(self.recorder.node_of[id(tensor)])
+        found = self._find_places(self.recorder.node_of[id(tensor)])
 
         def count(number: Any) -> Any:
-            return Count(number, self, found) if found is None or (number % found.count == 0 and number) else number
+            is_other = found is not None and (number % found.count or not number)
+            return number if is_other else ChosenCount(number, self, found)
 
-        if query == "__len__" and isinstance(counted := count(answer), Count):  # of which len() makes a plain number
+        if query == "__len__" and isinstance(counted := count(answer), ChosenCount):  # len() makes a plain number of it
             (frame,) = self.recorder.lines.frames(1)
             truth = answer_about_length(frame)
             if truth is None:
@@ -185,15 +187,14 @@ class ChosenRows:
             return answer
         return tuple(map(count, answer)) if isinstance(answer, tuple) else count(answer)
 
-    def decide(self, count: Count, answer: bool, frame: FrameType) -> bool:
+    def decide(self, count: ChosenCount, answer: bool, frame: FrameType) -> bool:
         """A branch of the user's code asks whether there are rows. `answer`: where there are some."""
         inside = span_of_branch(frame, answer)
         if inside is None or count.of is None:
             self.refuse()
-        self._close()
+        self.close()
         condition = self.call(torch.any, count.of.valid)
-        count.of.condition = condition
-        self._begin(Span(condition, None, self._text(), frame, inside))
+        self._begin(SkippedSpan(condition, None, self._text(), frame, inside))
         return answer
 
     def refuse(self) -> NoReturn:
@@ -215,9 +216,8 @@ class ChosenRows:
             raise OtherTrace(self._text())
         return True
 
-    def _places(self, mask: Tensor) -> Places:
+    def _places(self, mask: Tensor) -> MaskPlaces:
         node = self.recorder.node_of[id(mask)]
-        self._close()
         condition = self.open[-1].condition if self.open else None
         known = next((p for p in self.places if p.condition is condition and self._same(p.mask, node)), None)
         if known is not None:
@@ -232,7 +232,7 @@ class ChosenRows:
             shapes = [[size if d == i else 1 for d in range(len(sizes))] for i, size in enumerate(sizes)]
             spread = [call(Tensor.expand, call(Tensor.view, n, shape), sizes) for n, shape in zip(numbers, shapes)]
             numbers = [call(torch.flatten, each) for each in spread]
-        found = Places(sizes, valid, tuple(numbers), node, self._text(), condition)
+        found = MaskPlaces(sizes, valid, tuple(numbers), node, self._text(), condition)
         self.places.append(found)
         for dim, number in enumerate(numbers):
             self.numbers[id(number)] = found, dim
@@ -249,12 +249,12 @@ class ChosenRows:
         fresh = not a.meta["mutates"] and a.meta["alias_of"] is None and b.meta["alias_of"] is None
         return alike and a.op != "get_attr" and fresh and all(map(self._same, a.args, b.args))
 
-    def _enter(self, places: Places, value: Tensor, dim: int) -> None:
+    def _enter(self, places: MaskPlaces, value: Tensor, dim: int) -> None:
         node = self.recorder.node_of[id(value)]
         places.entries[node] = dim
         self.follows.add(node)
 
-    def _of(self, node: fx.Node) -> Places | None:
+    def _find_places(self, node: fx.Node) -> MaskPlaces | None:
         """The places of whose rows a node is made, if they are of one mask."""
         above = closure([node], lambda n: [m for m in n.all_input_nodes if m in self.follows])
         found = [places for places in self.places if not above.isdisjoint(places.entries)]
@@ -262,7 +262,7 @@ class ChosenRows:
 
     # --- reads
 
-    def _without_masks(self, key: Any) -> Any:
+    def _replace_masks(self, key: Any) -> Any:
         """A key with places in place of masks."""
         items = key if isinstance(key, tuple) else (key,)
         if not any(is_mask(item) and self._is_choice(item) for item in items):
@@ -273,7 +273,7 @@ class ChosenRows:
         found = self._read(value, key)
         return self.call(Tensor.__getitem__, value, key) if found is NOT_CHOSEN else found
 
-    def _key(self, value: Tensor, key: Any) -> tuple[Places, int, list[int], tuple, tuple] | None:
+    def _key(self, value: Tensor, key: Any) -> tuple[MaskPlaces, int, list[int], tuple, tuple] | None:
         """The places of a key that has all numbers of each dimension of a value next to each other: those, the value's
         first dimension of them, the mask's dimensions, and the items before and after."""
         items = key if isinstance(key, tuple) else (key,)
@@ -311,9 +311,9 @@ class ChosenRows:
 
     # --- writes
 
-    def _left_out(self, places: Places, values: Tensor) -> Tensor:
+    def _left_out(self, places: MaskPlaces, values: Tensor) -> Tensor:
         """The values with zeros for rows that were not chosen."""
-        if not self.has(values) or self._of(self.recorder.node_of[id(values)]) is not places:
+        if not self.has(values) or self._find_places(self.recorder.node_of[id(values)]) is not places:
             self.refuse()
         if values.shape[0] != places.count:
             self.refuse()
@@ -324,9 +324,9 @@ class ChosenRows:
         self.ends.add(node)
         self.follows.discard(node)
         places.written[node] = given
-        return kept if places.condition is None else call(gradient_if, kept, places.condition)  # type: ignore[no-any-return]
+        return call(gradient_if, kept, self.open[-1].condition) if self.open else kept  # type: ignore[no-any-return]
 
-    def _total(self, places: Places, values: Tensor, dims: Sequence[int]) -> Tensor:
+    def _total(self, places: MaskPlaces, values: Tensor, dims: Sequence[int]) -> Tensor:
         """Values [places, ...] added up over the dimensions of the mask beside `dims`, which come first, in order."""
         shaped = self.call(torch.unflatten, values, 0, places.sizes)
         others = [dim for dim in range(len(places.sizes)) if dim not in dims]
@@ -340,7 +340,7 @@ class ChosenRows:
     def _add(self, func: Any, target: Tensor, dim: int, index: Tensor, source: Tensor, **more: Any) -> Any:
         if not self.has(index) and not self.has(source):
             return NOT_CHOSEN
-        places = self._of(self.recorder.node_of[id(index)]) if self.has(index) else None
+        places = self._find_places(self.recorder.node_of[id(index)]) if self.has(index) else None
         if places is None or dim != 0 or more:
             self.refuse()
         kept = self._left_out(places, source)
@@ -359,7 +359,7 @@ class ChosenRows:
         return self._result(result)
 
     def _put(self, func: Any, target: Tensor, key: Any, values: Any, accumulate: bool = False) -> Any:
-        key = self._without_masks(tuple(key) if isinstance(key, list) else key)
+        key = self._replace_masks(tuple(key) if isinstance(key, list) else key)
         items = key if isinstance(key, tuple) else (key,)
         if not self.has(values) and not any(self.has(item) for item in items):
             return NOT_CHOSEN
@@ -401,7 +401,7 @@ class ChosenRows:
 
     def _sizes(self, given: Any) -> Tensor | None:
         """The tensor of the numbers of a list that `tolist` made."""
-        items = [item.value for item in given if type(item) is Count] if isinstance(given, (list, tuple)) else []
+        items = [item.value for item in given if type(item) is ChosenCount] if isinstance(given, (list, tuple)) else []
         if not items or not all(isinstance(item, tuple) for item in items):
             return None
         tensor = items[0][0].meta["val"]
@@ -418,12 +418,12 @@ class ChosenRows:
         fits = call(torch.eq, call(torch.sum, sizes), count)
         call(assert_async, fits, f"{self.recorder.lines.current()}: the sizes are not those of all rows")
         number, node = call(torch.arange, count), self.recorder.node_of[id(sizes)]
-        places, found, before = list[Places](), list[Tensor](), None
+        places, found, before = list[MaskPlaces](), list[Tensor](), None
         for turn in range(sizes.shape[0]):
             is_before = call(torch.lt, number, call(Tensor.__getitem__, ends, turn))
             own = is_before if before is None else call(torch.logical_and, is_before, call(torch.logical_not, before))
             before = is_before
-            places.append(Places((count,), own, (), node, self._text(), None))
+            places.append(MaskPlaces((count,), own, (), node, self._text(), None))
             found.append(call(torch.clone, value))
             self.places.append(places[-1])
             self._enter(places[-1], found[-1], 0)
@@ -435,7 +435,7 @@ class ChosenRows:
         nodes = [self.recorder.node_of.get(id(value)) for value in values]
         if not any(node in self.follows for node in nodes):
             return NOT_CHOSEN
-        own = [self._of(node) if node in self.follows else None for node in nodes]
+        own = [self._find_places(node) if node in self.follows else None for node in nodes]
         if dim != 0 or own not in self.segments:
             self.refuse()
         total = self._left_out(self.segments[self.segments.index(own)][0], values[0])  # type: ignore[arg-type]
@@ -445,7 +445,7 @@ class ChosenRows:
 
     # --- loops
 
-    def _listed(self, value: Any) -> Places | None:
+    def _list_places(self, value: Any) -> MaskPlaces | None:
         if id(value) in self.lists:
             found = self.lists[id(value)]
         elif id(value) in self.numbers:
@@ -456,7 +456,7 @@ class ChosenRows:
             self.refuse()
         return found
 
-    def _turns(self, listed: Tensor, places: Places) -> Iterator[Tensor]:
+    def _turns(self, listed: Tensor, places: MaskPlaces) -> Iterator[Tensor]:
         """The turns of a loop over chosen places, one for every place."""
         most = _most_numbers(places.mask, places.count)
         if most < places.count:
@@ -471,14 +471,14 @@ class ChosenRows:
             outer = self.open[-1].condition if self.open else None
             condition = self.call(Tensor.__getitem__, places.valid, number)
             condition = condition if outer is None else self.call(torch.logical_and, condition, outer)
-            span = self._begin(Span(condition, None, self._text()))
+            span = self._begin(SkippedSpan(condition, None, self._text()))
             try:
                 yield item
             finally:
                 while span in self.open:
                     self._end()
 
-    def _begin(self, span: Span) -> Span:
+    def _begin(self, span: SkippedSpan) -> SkippedSpan:
         span.first = self._last_node()
         self.open.append(span)
         return span
@@ -488,7 +488,7 @@ class ChosenRows:
         span.last = self._last_node()
         self.closed.append(span)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """End the spans whose frame has left them."""
         running = set[FrameType]()
         if self.open and self.open[-1].frame is not None:
@@ -512,11 +512,13 @@ class ChosenRows:
             self._require_shape()
         while self.open:
             self._end()
-        order = {node: place for place, node in enumerate(self.recorder.graph.nodes)}
-        for span in self.closed:
+        nodes = list(self.recorder.graph.nodes)
+        order = {node: place for place, node in enumerate(nodes)}
+        for span in self.closed:  # inner ones before those around them
             begin = -1 if span.first is None else order[span.first]
             end = -1 if span.last is None else order[span.last]
-            for node in list(order)[begin + 1 : end + 1]:
+            for node in nodes[begin + 1 : end + 1]:
+                self.skipped.setdefault(node, self.recorder.node_of[id(span.condition)])
                 if node.op == "get_attr" or node in self.results:
                     continue
                 written = any(order[target] <= begin for target in node.meta["mutates"])
@@ -532,7 +534,7 @@ class ChosenRows:
     def finish(self, graph: OpGraph) -> None:
         """Prove that rows stay apart, and let parameters of what eager skips have no gradient. Raises CaptureError."""
         there = set(graph.nodes)
-        outputs, regions = set(graph.outputs.values()), list[tuple[Places, list[fx.Node]]]()
+        outputs, regions = set(graph.outputs.values()), list[tuple[MaskPlaces, list[fx.Node]]]()
         for places in self.places:
             entries = {node: dim for node, dim in places.entries.items() if node in there}
             inside = closure(entries, lambda n: [m for m in n.users if m not in self.ends])
@@ -549,13 +551,13 @@ class ChosenRows:
             if not seen.isdisjoint(region):
                 raise CaptureError(places.text)
             seen.update(region)
-            if places.condition is not None:
-                self._condition(graph, region, {*region, *places.entries}, self.recorder.node_of[id(places.condition)])
+            self._condition(graph, region, {*region, *places.entries})
 
-    def _condition(self, graph: OpGraph, region: list[fx.Node], inside: set[fx.Node], condition: fx.Node) -> None:
-        """Let no gradient reach what the nodes read, without the condition."""
+    def _condition(self, graph: OpGraph, region: list[fx.Node], inside: set[fx.Node]) -> None:
+        """Let no gradient reach what nodes read that eager may leave out, without their condition."""
         for node in region:
-            for given in node.all_input_nodes if not node.meta["no_grad"] else ():
+            condition = self.skipped.get(node)
+            for given in node.all_input_nodes if condition is not None and not node.meta["no_grad"] else ():
                 if given not in inside and any(t.requires_grad for t in value_tensors(given.meta["val"])):
                     edit = GraphEdit(graph, node)
                     new = edit.call(gradient_if, given, condition, view_of=given)
@@ -580,17 +582,17 @@ def _is_of_rows(node: fx.Node, count: int) -> bool:
     return bool(sizes) and not any(n % count for n in sizes) and not node.meta.get("updates_buffers")
 
 
-def _refused(self: Count, *_: Any) -> NoReturn:
+def _refuse_use(self: ChosenCount, *_: Any) -> NoReturn:
     self.chosen.refuse()
 
 
-class Count:
+class ChosenCount:
     """A number of chosen rows, of which only the step knows whether there are any. `value`: the number of all rows,
-    which it is as an argument of a reshape; or where the number stands in a list of sizes."""
+    which it is as an argument of a reshape; or its place in a list of sizes."""
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, value: Any, chosen: ChosenRows, of: Places | None):
+    def __init__(self, value: Any, chosen: ChosenRows, of: MaskPlaces | None):
         self.value, self.chosen, self.of = value, chosen, of
 
     def __index__(self) -> int:
@@ -632,4 +634,4 @@ for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod",
     "rpow", "neg", "abs", "int", "float", "repr", "str", "format", "divmod", "and", "or", "xor", "invert",
 ):  # fmt: skip
-    setattr(Count, f"__{_name}__", _refused)
+    setattr(ChosenCount, f"__{_name}__", _refuse_use)

@@ -64,7 +64,7 @@ def hit_list(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-def stacked(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def use_stack(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(tokens)
     mask = nn.functional.one_hot(chosen, EXPERTS).permute(2, 1, 0)
     for each in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero(as_tuple=False):
@@ -77,7 +77,7 @@ def stacked(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-def continued(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def skip_empty(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(tokens)
     for number, expert in enumerate(m.experts):
         token, place = torch.where(chosen == number)
@@ -87,7 +87,7 @@ def continued(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor
     return out
 
 
-def branched(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def branch(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(tokens)
     for number, expert in enumerate(m.experts):
         place, token = (chosen == number).t().nonzero(as_tuple=True)
@@ -97,7 +97,7 @@ def branched(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-def by_mask(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def use_masks(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Each token comes once for each of its experts; every expert runs, also without tokens."""
     repeated, flat = tokens.repeat_interleave(EACH, dim=0), chosen.flatten()
     out = torch.empty_like(repeated)
@@ -106,8 +106,8 @@ def by_mask(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
-def by_size(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Tokens sorted by expert, as many as each gets."""
+def sort_by_size(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Tokens sorted by expert, each expert with its own number."""
     sizes = nn.functional.one_hot(chosen.flatten(), EXPERTS).sum(0).tolist()
     order = chosen.flatten().sort(stable=True)[1]
     runs = tokens[order // EACH].split(sizes, dim=0)
@@ -115,7 +115,7 @@ def by_size(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return torch.zeros_like(tokens).index_add(0, order // EACH, found * weights.flatten()[order][:, None])
 
 
-STYLES = [hit_list, stacked, continued, branched, by_mask, by_size]
+STYLES = [hit_list, use_stack, skip_empty, branch, use_masks, sort_by_size]
 
 
 def batch_of(rows: int = 4) -> dict[str, Tensor]:
@@ -141,20 +141,20 @@ def test_loops_over_experts_train_as_in_eager(style: Any, micro_batches: int, de
         model, hardware, example_inputs=batches[0], optimizer=adam, micro_batches=micro_batches,
         strategy="gpipe" if devices > 1 else "balanced",
     ) as job:  # fmt: skip
-        assert not job.folder.settings.rows.couplings or style is by_size
+        assert not job.folder.settings.rows.couplings or style is sort_by_size
         for batch, loss in zip(batches, losses):
             torch.testing.assert_close(job.step(batch), loss.detach(), rtol=1e-5, atol=1e-6)
         state = job.state_dict()
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-    if style in (hit_list, continued, branched):  # an expert without tokens
+    if style in (hit_list, skip_empty, branch):  # an expert without tokens
         name = "mixture.experts.4.up.weight"
         assert torch.equal(state[name], before[name])
 
 
 def test_halves_of_backward_leave_experts_without_tokens_alone() -> None:
     torch.manual_seed(1)
-    model, batch = Net(continued), batch_of()
+    model, batch = Net(skip_empty), batch_of()
     eager, adam = copy.deepcopy(model), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     optimizer = adam(eager.parameters())
     eager(**batch).backward()
@@ -173,12 +173,12 @@ def test_lanes_are_refused() -> None:
     hardware = penstock.Hardware.cpu(2, memory="64MB")
     with pytest.raises(PenstockError, match=r"without any, parameters have no gradient.*strategy=\"gpipe\""):
         penstock.compile(
-            Net(continued), hardware, example_inputs=batch_of(), optimizer=torch.optim.SGD, micro_batches=2,
+            Net(skip_empty), hardware, example_inputs=batch_of(), optimizer=torch.optim.SGD, micro_batches=2,
             strategy="data-parallel",
         )  # fmt: skip
 
 
-def counted(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def count(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(tokens)
     for number, expert in enumerate(m.experts):
         token, _ = torch.where(chosen == number)
@@ -186,14 +186,14 @@ def counted(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-def repeated(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def repeat(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     token, _ = torch.where(chosen == 0)
     for _ in range(token.numel()):
         tokens = m.experts[0](tokens)
     return tokens
 
 
-def averaged(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def average(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(tokens)
     for number, expert in enumerate(m.experts):
         token, _ = torch.where(chosen == number)
@@ -207,8 +207,8 @@ def escaping(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return tokens * m.experts[0](tokens[token]).sum()
 
 
-def penalised(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """What eager adds for experts with tokens alone."""
+def penalise(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Eager adds the penalty for experts with tokens alone."""
     out, penalty = torch.zeros_like(tokens), tokens.new_zeros(())
     for number, expert in enumerate(m.experts):
         token, _ = torch.where(chosen == number)
@@ -236,7 +236,7 @@ def dense(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("style", [counted, repeated, averaged, escaping, penalised, left, dense])
+@pytest.mark.parametrize("style", [count, repeat, average, escaping, penalise, left, dense])
 def test_what_rows_chosen_by_value_must_not_do(style: Any) -> None:
     with pytest.raises(CaptureError, match=r"test_chosen\.py:\d+: (.|\n)*where they are written"):
         trace(Net(style), batch_of())
