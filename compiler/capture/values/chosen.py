@@ -41,8 +41,8 @@ _TEXT = (
     "needs the values of activations, such as which tokens an expert gets. A program computes all rows, and leaves out "
     "those that were not chosen where they are written back to their places (index_add_, y[places] = ..., y[mask] = "
     "...): up to there each row must follow from its own, nothing else may leave a part that is run for chosen rows "
-    "alone, and their number may be compared with 0 only (`if places.numel() == 0: continue`). In a mixture of experts "
-    'of transformers, model.set_experts_implementation("batched_mm") may do'
+    "alone, and their number may be compared with 0 only (`if places.numel() == 0: continue`). Elsewhere use "
+    'torch.where and masks of all rows; in a mixture of transformers, model.set_experts_implementation("batched_mm") may do'
 )
 _COUNTS = ("size", "shape", "numel", "nelement", "__len__")
 _SHAPES = ("view", "reshape", "expand", "unflatten")
