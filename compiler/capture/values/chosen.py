@@ -42,7 +42,8 @@ _TEXT = (
     "those that were not chosen where they are written back to their places (index_add_, y[places] = ..., y[mask] = "
     "...): up to there each row must follow from its own, nothing else may leave a part that is run for chosen rows "
     "alone, and their number may be compared with 0 only (`if places.numel() == 0: continue`). Elsewhere use "
-    'torch.where and masks of all rows; in a mixture of transformers, model.set_experts_implementation("batched_mm") may do'
+    "torch.where and masks of all rows. In a mixture of transformers, "
+    'model.set_experts_implementation("batched_mm") may do'
 )
 _COUNTS = ("size", "shape", "numel", "nelement", "__len__")
 _SHAPES = ("view", "reshape", "expand", "unflatten")

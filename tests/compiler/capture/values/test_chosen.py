@@ -202,7 +202,7 @@ def average(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-def escaping(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def escape(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     token, _ = torch.where(chosen == 0)
     return tokens * m.experts[0](tokens[token]).sum()
 
@@ -236,7 +236,7 @@ def dense(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("style", [count, repeat, average, escaping, penalise, left, dense])
+@pytest.mark.parametrize("style", [count, repeat, average, escape, penalise, left, dense])
 def test_what_rows_chosen_by_value_must_not_do(style: Any) -> None:
     with pytest.raises(CaptureError, match=r"test_chosen\.py:\d+: (.|\n)*where they are written"):
         trace(Net(style), batch_of())
