@@ -32,7 +32,7 @@ from ....ir.errors import CaptureError
 from ....runtime.functions.chosen import gradient_if
 from ....runtime.torch_names import DisableTorchFunction, FakeTensor, assert_async
 from ..rows.sizes import OtherTrace
-from .branches import answer_about_length, span_of_branch
+from .branches import answer_about_length, numbers_kept, span_of_branch, turn_of_loop
 from .fixed_sizes import is_mask, map_leaves
 
 NOT_CHOSEN = object()
@@ -72,15 +72,17 @@ class MaskPlaces:
 
 @dataclass(eq=False)
 class SkippedSpan:
-    """A part of forward that eager runs under a condition. `inside`: the instructions of its frame, where these tell
-    its end; `first` and `last`: the nodes before it and at its end."""
+    """A part of forward that eager runs under a condition. `inside`: its instructions in a frame; `first` and `last`:
+    the nodes before it and at its end."""
 
     condition: Tensor
     first: fx.Node | None
     text: str
-    frame: FrameType | None = None
-    inside: range = range(0)
+    frame: FrameType
+    inside: range
+    is_turn: bool = False  # of a loop over places, which tells its end
     last: fx.Node | None = None
+    numbers: dict[str, Any] = field(default_factory=dict)  # of the frame's variables
 
 
 class ChosenRows:
@@ -244,11 +246,20 @@ class ChosenRows:
         """Whether two masks are computed alike, of values that nothing changes in place."""
         if a is b:
             return True
+        if isinstance(b, fx.Node) and isinstance(a, fx.Node) and self._is_written_between(a, b):
+            return False
         if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a.op == "placeholder" or a.meta["random"]:
             return type(a) is type(b) and not isinstance(a, (fx.Node, list, tuple, dict)) and bool(a == b)
         alike = (a.op, a.target, a.kwargs, len(a.args)) == (b.op, b.target, b.kwargs, len(b.args))
         fresh = not a.meta["mutates"] and a.meta["alias_of"] is None and b.meta["alias_of"] is None
         return alike and a.op != "get_attr" and fresh and all(map(self._same, a.args, b.args))
+
+    def _is_written_between(self, node: fx.Node, last: fx.Node) -> bool:
+        """Whether anything but rows by places is changed in place between two nodes, in the order of calls."""
+        while (node := node.next) is not last and node.op != "root":
+            if node.meta.get("mutates") and node not in self.follows:
+                return True
+        return False
 
     def _enter(self, places: MaskPlaces, value: Tensor, dim: int) -> None:
         node = self.recorder.node_of[id(value)]
@@ -472,7 +483,11 @@ class ChosenRows:
             outer = self.open[-1].condition if self.open else None
             condition = self.call(Tensor.__getitem__, places.valid, number)
             condition = condition if outer is None else self.call(torch.logical_and, condition, outer)
-            span = self._begin(SkippedSpan(condition, None, self._text()))
+            frame = sys._getframe(1)  # that takes the next turn
+            turn = turn_of_loop(frame) if frame in self.recorder.lines.frames(1) else None
+            if turn is None:  # a list of all numbers
+                self.refuse()
+            span = self._begin(SkippedSpan(condition, None, self._text(), frame, turn, is_turn=True))
             try:
                 yield item
             finally:
@@ -480,25 +495,28 @@ class ChosenRows:
                     self._end()
 
     def _begin(self, span: SkippedSpan) -> SkippedSpan:
-        span.first = self._last_node()
+        span.first, span.numbers = self._last_node(), numbers_kept(span.frame, span.inside)
         self.open.append(span)
         return span
 
     def _end(self) -> None:
         span = self.open.pop()
         span.last = self._last_node()
+        if numbers_kept(span.frame, span.inside) != span.numbers:
+            raise CaptureError(span.text)
         self.closed.append(span)
 
     def close(self) -> None:
         """End the spans whose frame has left them."""
-        running = set[FrameType]()
-        if self.open and self.open[-1].frame is not None:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None:
-                running.add(frame)
-                frame = frame.f_back
-        while self.open and (frame := self.open[-1].frame) is not None:
-            if frame in running and frame.f_lasti in self.open[-1].inside:
+        if not self.open or self.open[-1].is_turn:
+            return
+        running, frame = set[FrameType](), sys._getframe(1)
+        while frame.f_back is not None:
+            running.add(frame)
+            frame = frame.f_back
+        while self.open and not self.open[-1].is_turn:
+            span = self.open[-1]
+            if span.frame in running and span.frame.f_lasti in span.inside:
                 return
             self._end()
 
