@@ -3,7 +3,8 @@ eager PyTorch. With --others: models of diffusers, timm, torchvision, PyTorch Ge
 
 A class is trained in a process of its own kind, which a crash, a hang or too much memory ends; the row says so. Rows
 are kept in bench/results/zoo.jsonl (and zoo_others.jsonl), and docs/models.md is made from them. A class that has a
-row for this release of its library is left out, so that an interrupted run goes on.
+row for this release of its library is left out, so that an interrupted run goes on; families with the fewest rows come
+first.
 
 Run: python bench/zoo.py [--others] [--only WORDS] [--again OUTCOME ...] [--page]
 """
@@ -14,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -128,7 +130,7 @@ def train_missing(only: str, again: list[str], others: bool) -> None:
     saved = {(row["family"], row["class"]): row for row in saved_rows(results)}
     trainer = Trainer()
     models: Iterator[ModelClass | OtherModel] = other_models(only) if others else model_classes(only)
-    for model in models:
+    for model in _take_turns(models, saved):
         before = saved.get((model.family, model.name), {})
         library = {model.library: metadata.version(model.library)}
         if library.items() <= before.items() and before["outcome"] not in again and "all" not in again:
@@ -143,6 +145,16 @@ def train_missing(only: str, again: list[str], others: bool) -> None:
         with open(results, "a") as file:
             file.write(json.dumps(row) + "\n")
     trainer.close()
+
+
+def _take_turns(models: Iterator[Any], saved: dict[tuple[str, str], Any]) -> list[Any]:
+    """One class of each family after the other, those of families without a row first."""
+    count, turns = Counter(family for family, _ in saved), list[int]()
+    every = list(models)
+    for model in every:
+        turns.append(count[model.family])
+        count[model.family] += 1
+    return [every[i] for i in sorted(range(len(every)), key=turns.__getitem__)]
 
 
 if __name__ == "__main__":

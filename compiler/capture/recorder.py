@@ -65,12 +65,13 @@ from .prologue.nodes import PrologueNodes
 from .reference_code import reference_code
 from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values.branches import answer_if_finite, answer_of_draw, answer_without_error
+from .values.chosen import NOT_CHOSEN, ChosenRows
 from .values.coordinates import NO_COORDINATES, Coordinates
 from .values.fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .values.known import UNKNOWN
 from .watch.buffers import note_buffers
 from .watch.gradients import SwitchedGradients
-from .watch.modes import DrawWatch, EachFunction, EachPlainCall
+from .watch.modes import DrawWatch, EachFunction, EachPlainCall, ReadWatch
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
 
 SEEDS = {  # functions that set the state of a generator of the process
@@ -114,6 +115,7 @@ class Recorder(GraphWriter):
         self.batched_nodes: set[fx.Node] = set()  # those of the calls inside of the torch.vmap that runs
         self.prologue = PrologueNodes(self.values, self.lines)
         self.coordinates = Coordinates()
+        self.chosen = ChosenRows(self)
 
     def lend(self, values: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
         """Let forward read the values of these inputs."""
@@ -249,6 +251,9 @@ class Recorder(GraphWriter):
         dense = self.coordinates.perform(func, args, kwargs, self._other_call)
         if dense is not NO_COORDINATES:
             return dense
+        chosen = self.chosen.perform(func, args, kwargs)
+        if chosen is not NOT_CHOSEN:
+            return chosen
         if func is torch.Tensor.__iter__:
             return iter(self.on_function(torch.Tensor.unbind, (args[0], 0), {}))
         if func is torch.Tensor.expand_as:  # which reads the shape of the other alone, not its values
@@ -337,11 +342,13 @@ class Recorder(GraphWriter):
             return None
         lowered = self.lower(args), self.lower(kwargs)
         self.touched = []
+        reads = ReadWatch()
         try:
-            self.run(func, *self._executable(*lowered, args, kwargs))
+            with reads:
+                self.run(func, *self._executable(*lowered, args, kwargs))
         except NeedsValue:
-            return use_known_values(func, args, kwargs, self._other_call, self.values.knows)
-        return None
+            reads.seen = True
+        return use_known_values(func, args, kwargs, self._other_call, self.values.knows) if reads.seen else None
 
     def _other_call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.on_function(func, args, kwargs)
@@ -351,7 +358,9 @@ class Recorder(GraphWriter):
         if call.target == "dtype" and (plain := self._plain_dtype(args[0])) is not None:
             return plain
         if self.rows is None:
-            return _tensor_text(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
+            if call.target in _TEXTS:
+                return self._text_of(func, *args)
+            return self.chosen.answer(call.target, args[0], self.run(func, args, kwargs))
         args, kwargs = tuple(map(settle, args)), {name: settle(value) for name, value in kwargs.items()}
         node = self.node_of.get(id(args[0]))
         if call.target in _TEXTS:
@@ -360,6 +369,13 @@ class Recorder(GraphWriter):
                 settle(each)
             return _tensor_text(args[0])
         return self.rows.answer(call.target, func, node, args[1:], kwargs, self.run(func, args, kwargs))
+
+    def _text_of(self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> str:
+        """The text of a value that is the same at every step, such as a number in a name; of others a message's."""
+        if not self.values.knows(tensor) or id(tensor) in self.values.of_batch:
+            return _tensor_text(tensor)
+        with unset_fake_temporarily(), DisableTorchFunction():
+            return str(func(self.values.value(tensor), *args))
 
     def _plain_dtype(self, tensor: torch.Tensor) -> torch.dtype | None:
         """The type of a weight that files alone have packed, which is plain in the user's model: forward may cast to
@@ -383,9 +399,11 @@ class Recorder(GraphWriter):
         if path is None:  # made on the fly inside forward; its calls belong to the caller
             return call(module, *args, **kwargs)
         self.num_calls += 1
+        self.chosen.close()
         self.modules.append((path, type(module).__name__, self.num_calls))
         try:
-            if path and id(module) in self.held.leaves and not is_parametrized(module):  # forward may parametrise it
+            is_whole = path and id(module) in self.held.leaves and not any(map(self.chosen.has, args))
+            if is_whole and not is_parametrized(module):  # forward may parametrise it
                 step = RecordedCall("call_module", path)
                 self.gradients.require_unused(module.parameters())
                 with DisableTorchFunction():
@@ -414,6 +432,7 @@ class Recorder(GraphWriter):
         if kind is checkpoint.CheckpointFunction:  # recomputation is decided by passes, not by the model
             self.has_checkpoints = True
             return args[0](*args[2:])
+        self.chosen.close()
         call = self.calls.get(kind)
         if call is None:
             if self.is_again and any(_full_name(kind) == _full_name(other) for other in self.calls):
@@ -447,6 +466,10 @@ class Recorder(GraphWriter):
     def _note_mode(self, node: fx.Node, switch: Callable[[], Any]) -> None:
         if self.rows is not None and not self.is_again:
             self.rows.entries.append(ModeSwitch(switch))
+
+    def bind(self, node: fx.Node, result: Any) -> None:
+        self.chosen.note(node)
+        super().bind(node, result)
 
     def perform(
         self, call: RecordedCall, args: Any, kwargs: Any, run: Callable[..., Any] | None,

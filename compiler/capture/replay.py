@@ -56,6 +56,7 @@ class Replay(Recorder):
     def bind(self, node: fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
             self.node_of[id(result)] = node
+        self.chosen.note(node)
         for item, child in self.items.get(node, []):
             self.bind(child, item)
 

@@ -200,6 +200,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         if options.any_rows:
             recorder.rows = RowTape(recorder.lines.where)
         outputs = run_forward(recorder, inputs, options.loss_fn)
+        recorder.chosen.require_written_back()
         held.require_no_draws()
         held.require_own_tensors()
         require_unchanged(recorder, outputs["loss"])
@@ -243,6 +244,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
 
     if recorder.rows is None:
         found = op_graph(recorder.graph, inputs, nodes)
+        recorder.chosen.finish(found)
         if options.made:
             read_made_inputs(found, recorder.prologue, options.made)
         return found
@@ -267,7 +269,8 @@ def _notes(recorder: Recorder, inputs: TraceInputs) -> tuple[str, ...]:
     left = [name for name in inputs.tensors if name not in read and name not in others]
     unread = [f"neither forward nor the loss reads {name!r} of the batch" for name in left]
     kernels = [reference_note(recorder.left_out_kernels)] if recorder.left_out_kernels else []
-    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints + (*kernels, *unread)
+    also = (*kernels, *recorder.chosen.notes(), *unread)
+    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints + also
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from ..packing.varying_inputs import Unread
 from .guard import Borrowed
 from .lines import SourceLines
 from .rows.sizes import RowTape, Tracked
+from .values.chosen import ChosenCount
 from .values.known import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
@@ -108,6 +109,9 @@ class GraphWriter:
         if isinstance(value, Tracked):
             self.rebuild_args = True
             return value.slot()
+        if isinstance(value, ChosenCount):
+            self.rebuild_args = True
+            return value.value
         if isinstance(value, (tuple, list)):
             items = [self.lower(item) for item in value]
             return items if isinstance(value, list) else tuple(items)

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from ...runtime.functions.chosen import gradient_if
 from ...runtime.stage.operators import written_tensors
 from ...runtime.torch_names import TorchDispatchMode
 from ..kernels.call_node import call_node
@@ -87,6 +88,24 @@ def keeps_rows(graph: OpGraph, nodes: Sequence[fx.Node], given: Set[fx.Node], ro
             if node in follower.found or not all(map(_is_in_place, states)):
                 return node
     return None
+
+
+def meeting_rows(
+    graph: OpGraph, nodes: Sequence[fx.Node], given: Mapping[fx.Node, int], ends: Collection[fx.Node], rows: int
+) -> fx.Node | None:
+    """The first of `nodes` in which `rows` rows meet, or of `ends` that has them elsewhere than along dimension 0.
+    `given`: values with rows, and along which dimension. None where each row of the ends follows from its own."""
+    follower = Follower(graph, rows, None)
+    for node, dim in given.items():
+        for tensor in value_tensors(node.meta["val"]):
+            follower.states[id(tensor)] = ByRow(dim=dim)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for i, node in enumerate(nodes):
+            follower.node(i, node)
+            if node in follower.found:
+                return node
+    states = {n: map(follower.state, value_tensors(n.meta["val"])) for n in ends}
+    return next((node for node, found in states.items() if not all(map(_is_in_place, found))), None)
 
 
 def keeps_rows_apart(graph: OpGraph, nodes: Sequence[fx.Node], value: fx.Node, rows: int) -> bool:
@@ -316,7 +335,7 @@ class Follower(TorchDispatchMode):
 
     def _note(self, node: fx.Node, tensors: list[torch.Tensor], effect: Effect) -> None:
         origins: frozenset[fx.Node] = frozenset({node} if effect.met else ())
-        for arg in node.all_input_nodes:
+        for arg in node.all_input_nodes[:1] if node.target is gradient_if else node.all_input_nodes:
             for tensor in value_tensors(arg.meta["val"]):
                 origins |= self.origins.get(id(tensor), frozenset())
         for tensor, state in zip(tensors, effect.states, strict=True):

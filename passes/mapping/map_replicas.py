@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from ...graph.costs.stage_time import stage_seconds
 from ...ir.errors import PassError
+from ...runtime.functions.chosen import gradient_if
 from ..decisions import Decision
 from ..draft import Draft
 from .mapping import DEVICES, Mapping
@@ -115,6 +116,11 @@ def _check(draft: Draft, copies: dict[str, list[int]]) -> None:
             raise PassError(
                 f"{changed.name} ({changed.meta.get('source', '')}) of {name} changes a buffer in every forward; "
                 "devices that run other micro-batches would each have their own. Use map-round-robin"
+            )
+        if any(node.target is gradient_if for node in own):
+            raise PassError(
+                f"{name} has parameters without a gradient where no rows were chosen, as tokens for an expert, and "
+                "devices that run other micro-batches would have gradients of different ones. Use map-round-robin"
             )
     if copies and draft.mesh.shards > 1:
         raise PassError("map-replicas: shared stages are gathered in every micro-batch; use map-round-robin")

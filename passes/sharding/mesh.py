@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from ...ir.errors import PassError
 from ...ir.program import slice_of
+from ...runtime.functions.chosen import gradient_if
 from ..base import Pass
 from ..decisions import NEAREST, Decision, Lanes, lanes_beside, regular_lanes
 from ..draft import Draft
@@ -173,4 +174,11 @@ def _check_buffers(draft: Draft) -> None:
             f"{changed.name} ({changed.meta.get('source', '')}) changes a buffer in every forward, such as the running "
             "statistics of a batch normalisation; lanes that train on different micro-batches would each have their "
             'own. Use a pipeline, such as strategy="gpipe", or freeze the statistics'
+        )
+    skipped = next((n for n in draft.graph.nodes if n.target is gradient_if), None)
+    if skipped is not None:
+        raise PassError(
+            f"{skipped.meta.get('source', '')} runs where rows were chosen, such as tokens for an expert: without any, "
+            "parameters have no gradient, and lanes that train on different micro-batches would have gradients of "
+            'different ones. Use a pipeline, such as strategy="gpipe"'
         )

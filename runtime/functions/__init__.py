@@ -34,6 +34,7 @@ from ..quantised.linear_8bit import linear_8bit
 from ..quantised.linear_packed import linear_packed
 from ..quantised.linear_torchao import linear_torchao
 from .chains import fuse
+from .chosen import gradient_if
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .document_borders import attend_in_borders, document_borders, takes_borders
 from .linear_float8 import linear_float8
@@ -55,6 +56,7 @@ __all__ = [
     "document_borders",
     "evaluation_logits",
     "fuse",
+    "gradient_if",
     "in_tiles",
     "join_part",
     "joined_members",

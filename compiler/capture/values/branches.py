@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 from types import FrameType
+from typing import Any
 
 from torch import fx
 
@@ -54,6 +55,46 @@ def answer_of_draw(condition: fx.Node) -> bool | None:
     return (bound <= 0) == (name in ("gt", "ge"))
 
 
+def span_of_branch(frame: FrameType, answer: bool) -> range | None:
+    """The instructions that a frame runs only after this answer to a question: up to where both ways meet, or to the
+    end of the turn of a loop. None where the other way does anything else, or this one leaves by another way."""
+    code = _Code(frame)
+    return code.span(code.place_of[frame.f_lasti], answer)
+
+
+def turn_of_loop(frame: FrameType) -> range | None:
+    """The instructions of a turn of the loop that a frame begins or goes on with; None where it does anything else."""
+    code = _Code(frame)
+    place = code.place_of[frame.f_lasti]
+    if code.all[place].opname != "FOR_ITER":
+        return None
+    return range(code.all[place + 1].offset, code.all[code._target(place)].offset)
+
+
+def numbers_kept(frame: FrameType, inside: range) -> dict[str, Any]:
+    """The plain values, and the lengths of collections, of variables that these instructions may change and others
+    read."""
+    code = _Code(frame)
+    read = {i.argval for i in code.all if i.offset not in inside and i.opname.startswith("LOAD_")}
+    stored = {i.argval for i in code.all if i.offset in inside and i.opname.startswith("STORE_")}
+    found: dict[str, Any] = {}
+    for name, value in frame.f_locals.items():
+        if name in read and isinstance(value, (list, dict, set)):
+            found[name] = len(value)
+        elif name in read & stored and isinstance(value, (bool, int, float, str)):
+            found[name] = value
+    return found
+
+
+def answer_about_length(frame: FrameType) -> bool | None:
+    """The answer of a branch on `len(...)`, which a frame calls, where that is not 0; None where it asks more."""
+    code = _Code(frame)
+    _, place, compared = code.question(code.place_of[frame.f_lasti])
+    if compared is None:
+        return True if place is not None else None
+    return {("==", 0): False, ("!=", 0): True, (">", 0): True, (">=", 1): True, ("<", 1): False}.get(compared)
+
+
 def _is_error(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, BaseException)
 
@@ -63,8 +104,12 @@ class _Code:
 
     def __init__(self, frame: FrameType):
         code, self.names = frame.f_code, {**frame.f_builtins, **frame.f_globals}
-        self.all = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
-        self.place_of = {each.offset: place for place, each in enumerate(self.all)}
+        self.all: list[dis.Instruction] = []
+        self.place_of: dict[int, int] = {}
+        for each in dis.get_instructions(code):
+            self.place_of[each.offset] = len(self.all)
+            if each.opname not in ("CACHE", "EXTENDED_ARG"):
+                self.all.append(each)
         entries = getattr(dis.Bytecode(code), "exception_entries", ())  # of Python 3.11 and later
         self.caught = [range(e.start, e.end) for e in entries if not self._is_with(self.place_of[e.target])]
 
@@ -83,6 +128,41 @@ class _Code:
             return None
         jumps = ("IF_TRUE" in jump) == answer
         return self._error_from(self._target(place) if jumps else place + 1)
+
+    def question(self, place: int) -> tuple[bool, int | None, tuple[str, Any] | None]:
+        """Whether what this instruction gives, or a comparison of it with a number, is negated, the jump by it, and the
+        comparison. None where there is no jump."""
+        flips, compared = False, None
+        while "CALL" in self.all[place].opname:
+            place += 1
+        if self.all[place].opname.startswith("LOAD_") and self.all[place + 1].opname == "COMPARE_OP":
+            compared = str(self.all[place + 1].argval).removeprefix("bool(").removesuffix(")"), self.all[place].argval
+            place += 1
+        place += self.all[place].opname == "COMPARE_OP"
+        while self.all[place].opname in ("UNARY_NOT", "TO_BOOL"):
+            flips ^= self.all[place].opname == "UNARY_NOT"
+            place += 1
+        is_jump = any(way in self.all[place].opname for way in ("IF_TRUE", "IF_FALSE"))
+        return flips, place if is_jump else None, compared
+
+    def span(self, place: int, answer: bool) -> range | None:
+        """The offsets of the instructions that are left out after the other answer."""
+        flips, jump, _ = self.question(place)
+        if jump is None:
+            return None
+        place = jump
+        meet = self._target(place) if ("IF_TRUE" in self.all[place].opname) != answer ^ flips else place + 1
+        while (name := self.all[meet].opname) == "NOP" or ("JUMP" in name and "_IF_" not in name):
+            meet = meet + 1 if name == "NOP" else self._target(meet)
+        begin, head = place + 1, meet
+        if self.all[meet].opname == "FOR_ITER" and meet < place:
+            meet = self._target(meet)
+        inside = range(begin, meet)
+        for each in self.all[begin:meet]:
+            leaves = "JUMP" in each.opname and not begin <= self.place_of[int(each.argval)] <= meet
+            if each.opname in _ENDS or (leaves and self.place_of[int(each.argval)] != head):
+                return None
+        return range(self.all[begin].offset, self.all[meet - 1].offset + 1) if inside else None
 
     def _error_from(self, start: int) -> str | None:
         name, waiting, seen = "an error", [start], set[int]()

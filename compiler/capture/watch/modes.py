@@ -56,3 +56,13 @@ class DrawWatch(TorchDispatchMode):
                 return run(*args)
 
         return run_watched
+
+
+class ReadWatch(TorchDispatchMode):
+    """Notices whether a call that runs under it reads a tensor as a number, as `view` does of a size."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen |= func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

@@ -61,6 +61,7 @@ KNOWN: dict[str, Forward] = {
     "repeat_interleave by a number": lambda m, h: h.repeat_interleave(m.number, dim=1),
     "view": lambda m, h: h.view(m.number, -1),
     "reshape": lambda m, h: h.reshape((m.number * 2, -1)),
+    "view by a size": lambda m, h: h.view(torch.div(h.size(1), 3, rounding_mode="trunc"), -1),
     "narrow": lambda m, h: h.narrow(1, 0, m.number),
     "interpolate": lambda m, h: F.interpolate(h[None, None], size=(m.number, m.number)),
     "expand": lambda m, h: h[None].expand(m.number, -1, -1),
