@@ -29,7 +29,7 @@ from ..runtime.optimizer.hooks import call_hooks
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.source.trust import Trust
 from ..runtime.state.quantised import quantised_layers, unquantised_note
-from .arguments import check_compilable, check_graphable
+from .arguments import check_call, check_compilable, check_graphable
 from .batches.shape import BatchShape
 from .capture.recorder import NeedsValue
 from .changed_params import require_lasting
@@ -128,6 +128,7 @@ compile.__doc__ = f"{compile.__doc__}\n    {Request.__doc__}"  # `help` shows wh
 def find_plan(model: nn.Module, hardware: Hardware | str | Path, **wishes: Any) -> Plan:
     """The plan that `compile` would make of the same arguments; no file of a program is printed. Raises as that does,
     and warns of nothing."""
+    check_call(compile, [model, hardware], wishes)
     given = inspect.signature(compile).bind(model, hardware, **wishes)
     given.apply_defaults()
     with planning(), warnings.catch_warnings():

@@ -21,6 +21,7 @@ from ...runtime.processes.ranks import Ranks, Told
 from ...runtime.processes.rows import Member
 from ...runtime.processes.store_thread import connect_store
 from ...runtime.processes.torchrun import TorchrunDriver
+from ..arguments import check_call
 from ..own_copy import own_copy_bytes, reserve_copies
 from ..plan import Plan
 from .job import Job
@@ -45,6 +46,7 @@ def planned_once(make: Callable[P, Job]) -> Callable[P, Job]:
 
     @functools.wraps(make)
     def plan_together(*args: P.args, **kwargs: P.kwargs) -> Job:
+        check_call(make, args, kwargs)
         if not TorchrunDriver.is_present():
             return make(*args, **kwargs)
         bound = inspect.signature(make).bind(*args, **kwargs)
