@@ -17,7 +17,7 @@ class StepLoss(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+        return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -37,8 +37,8 @@ class StepLoss(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.detach(), spec)
 
-    def __repr__(self, **kwargs: Any) -> str:
-        return self.detach().__repr__(**kwargs)
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return str(self.detach().__repr__(tensor_contents=tensor_contents))
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return copy.deepcopy(self.detach(), memo)
