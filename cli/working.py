@@ -1,5 +1,5 @@
-"""Progress of planning: on a terminal one line that is gone afterwards, and once a plan fits, its speed; elsewhere a
-line on stderr after a few seconds, and another for each other plan."""
+"""Progress of planning: on a terminal one line that is gone afterwards, and once a plan fits, its speed; elsewhere
+lines on stderr: after a few seconds, when the first plan fits, and for each other plan that is asked for."""
 
 from __future__ import annotations
 
@@ -34,44 +34,70 @@ def answer_so_far(best_s: float, bound_s: float, number: int, item: str) -> str:
     return f"fits; {'between ' if bound_s > 0 else ''}{least}{most} {item}s a second; so far "
 
 
+def progress_text(record: logging.LogRecord, items: Items | None) -> tuple[str, bool]:
+    """The words for what the search tells of, and whether they say that a plan fits, how fast."""
+    from ..compiler.search.attempts import Progress  # there already, as it has told of a plan
+
+    text, progress = record.getMessage(), record.msg
+    if items is None or not isinstance(progress, Progress) or progress.best_s is None:
+        return text, False
+    return answer_so_far(progress.best_s, progress.bound_s, *items()) + text, True
+
+
+@contextmanager
+def _listening(say: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+    """Hand what the search tells to `say`."""
+    logger, line = logging.getLogger(SEARCH), _Line(say)
+    level = logger.level
+    logger.addHandler(line)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(line)
+        logger.setLevel(level)
+
+
 @contextmanager
 def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
-    """Show what the body tells while it plans, and on a terminal also what the search says.
+    """Show what the body tells while it plans, and what the search says: on a terminal all of it, elsewhere the speed
+    of the first plan that fits.
 
     `items`: of the plan that is asked for, until the body tells of another one."""
     screen = Console(markup=False, emoji=False, stderr=True)
+    items = items and functools.cache(items)
+    told = "planning"
+    show: Callable[[str], None] = screen.print
+
+    def tell(text: str) -> None:
+        nonlocal told, items
+        told, items = f"planning {text}", None
+        show(told)
+
     if not screen.is_terminal:
+        is_answered = False
+
+        def say_first(record: logging.LogRecord) -> None:
+            nonlocal is_answered
+            if not is_answered:
+                text, is_answered = progress_text(record, items)
+                if is_answered:
+                    screen.print(text, soft_wrap=True)
+
         notice = threading.Timer(NOTICE_S, screen.print, ["planning; a large model takes a minute or more"])
         notice.daemon = True
         notice.start()
         try:
-            yield lambda text: screen.print(f"planning {text}")
+            with _listening(say_first):
+                yield tell
         finally:
             notice.cancel()
         return
-    logger, told = logging.getLogger(SEARCH), "planning"
-    items = items and functools.cache(items)
-    level = logger.level
     with screen.status(Text(told)) as status:
 
-        def tell(text: str) -> None:
-            nonlocal told, items
-            told, items = f"planning {text}", None
-            status.update(Text(told))
+        def update(text: str) -> None:
+            status.update(Text(text))
 
-        def say(record: logging.LogRecord) -> None:
-            from ..compiler.search.attempts import Progress  # there already, as it has told of a plan
-
-            text, progress = record.getMessage(), record.msg
-            if items is not None and isinstance(progress, Progress) and progress.best_s is not None:
-                text = answer_so_far(progress.best_s, progress.bound_s, *items()) + text
-            status.update(Text(f"{told}: {text}"))
-
-        line = _Line(say)
-        logger.addHandler(line)
-        logger.setLevel(logging.INFO)
-        try:
+        show = update
+        with _listening(lambda record: show(f"{told}: {progress_text(record, items)[0]}")):
             yield tell
-        finally:
-            logger.removeHandler(line)
-            logger.setLevel(level)

@@ -39,7 +39,7 @@ from .folder import Folder, Settings, print_all, print_counts
 from .graphs import Graphs
 from .job.forms import why_one_form
 from .job.job import Job
-from .job.together import planned_once
+from .job.together import check_call, planned_once
 from .packing.borders import has_positions, open_border
 from .packing.varying_inputs import ANY
 from .plan import Plan
@@ -120,6 +120,7 @@ compile.__doc__ = f"{compile.__doc__}\n    {Request.__doc__}"  # `help` shows wh
 def find_plan(model: nn.Module, hardware: Hardware | str | Path, **wishes: Any) -> Plan:
     """The plan that `compile` would make of the same arguments; no file of a program is printed. Raises as that does,
     and warns of nothing."""
+    check_call(compile, [model, hardware], wishes)
     given = inspect.signature(compile).bind(model, hardware, **wishes)
     given.apply_defaults()
     with planning(), warnings.catch_warnings():

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
         _run(given)
     except PenstockError as error:
         print("\n".join(error._render_traceback_()), file=sys.stderr)
+        if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # torchrun ends its own report with it
+            Path(path).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}), "utf-8")
         sys.exit(ERROR)
 
 

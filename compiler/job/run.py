@@ -51,7 +51,7 @@ from ..stale import Unsynced, allow_gradient_readers, hide_marks, mark, tell_if_
 from .bad_values import nan_text
 from .changes.tensors import OwnTensors, load_state_dict, shorten
 from .feed import Feed
-from .outputs import Outputs, join
+from .outputs import Outputs, StepLoss, join
 from .preflight import require_constants, require_machine
 from .state import Held, identity_of, load_checkpoint, require_base, require_one_checkpoint, stage_states, sync_model
 from .step_report import StepReport
@@ -269,7 +269,7 @@ class JobRun:
             empty = self._trains_nothing(leaves)
             values = driver.begin_step(leaves, stop_on_nan=not empty)
             refused = driver.undo_bad_step()
-        loss = torch.stack([_promote_to_fp32(value) for value in values["loss"]]).mean()
+        loss = torch.stack([_promote_to_fp32(value) for value in values["loss"]]).mean().as_subclass(StepLoss)
         if self._unfinished is not None:
             self._end_step(self._unfinished, driver.report_before())
         self.feed.advance()

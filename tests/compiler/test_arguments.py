@@ -81,3 +81,20 @@ def test_no_work_keeps_the_first_plan_that_fits() -> None:
     ).plan
     assert plan.predicted is not None
     assert any(rival.reason == "not tried: out of time" for rival in plan.rivals)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("optimiser", "optimizer"), ("scheduler", "lr_scheduler"), ("microbatches", "micro_batches"),
+     ("lr", "optimizer, as in optimizer=partial"), ("batch", "example_inputs")],
+)  # fmt: skip
+def test_an_unknown_keyword_names_the_nearest(name: str, near: str) -> None:
+    message = rf"compile\({name}=\.\.\.\): there is no such argument; the nearest is {near}.* There are model, hardware"
+    with pytest.raises(PlanError, match=message):
+        penstock.compile(net(), "laptop-16gb", **{name: 1})
+
+
+def test_a_fourth_argument_without_a_name_is_refused() -> None:
+    message = r"compile\(model, hardware, example_inputs\) got 4 arguments.*optimizer=\.\.\."
+    with pytest.raises(PlanError, match=message):
+        penstock.compile(net(), "laptop-16gb", torch.zeros(4, 6), torch.optim.SGD)  # type: ignore[misc]

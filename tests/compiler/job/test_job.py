@@ -44,6 +44,25 @@ def test_the_report_of_a_step() -> None:
         assert {"fetch", "forward", "backward", "offload", "step"} <= {span.op for span in timeline.spans}
 
 
+def test_what_a_loop_does_with_a_loss(tmp_path: Path) -> None:
+    """Its backward is refused in any arithmetic; all else is a tensor's."""
+    model, batch = zoo_case("mlp")
+    with job_of(model, batch) as job:
+        loss = job.step(batch)
+        value = loss.item()
+        for call in (loss.backward, (loss / 2 + 1).backward, torch.stack([loss, loss]).mean().backward):
+            with pytest.raises(PlanError, match=r"loss\.backward\(\): job\.step has taken backward and the"):
+                call()
+        with pytest.raises(PlanError, match=r"requires_grad = True: job\.step has taken"):
+            loss.requires_grad_()
+        assert not loss.requires_grad and float(loss) == value and f"{loss:.3f}" == f"{value:.3f}"
+        torch.save({"loss": loss}, tmp_path / "loss.pt")
+        for plain in (loss.detach(), copy.deepcopy(loss), torch.load(tmp_path / "loss.pt")["loss"]):
+            assert type(plain) is torch.Tensor and plain.item() == value
+        assert repr(loss) == repr(loss.detach()) and loss.numpy() == value
+        loss.detach().requires_grad_().backward()
+
+
 @pytest.mark.slow
 def test_predicted_peaks_are_the_accounted_ones() -> None:
     model, batch = zoo_case("gpt2")

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
@@ -198,11 +199,14 @@ def test_the_launcher_ends_with_a_sentence(
     text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as ended:
         launched(text, tmp_path, monkeypatch, "--hardware", "cpu")
     printed = capsys.readouterr().err
     assert ended.value.code == 2
     assert told in printed and "Traceback" not in printed and "launch.py" not in printed
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))  # as torchrun reports it
+    assert told in ChildFailedError("script.py", {0: failure}).format_msg()
 
 
 def test_the_launcher_changes_figures_of_the_machine(
