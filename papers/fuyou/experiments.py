@@ -41,6 +41,7 @@ class Fuyou(Experiments):
     models: Mapping[str, str] = {f"{size}B": f"gpt3-{size}b" for size in (13, 33, 65, 135, 175, 276, 412, 805)}
     presets = ("fuyou-a100", "fuyou-4090")
     usual = "13B"  # of figures 5b to 9
+    halfway = "65B"  # of section 1
     large = "175B"  # of figures 5a and 10
     larger: Sequence[str] = ("276B", "412B")  # of figure 6
     gpus: Sequence[str] = ("A100", "4090")

@@ -44,6 +44,7 @@ FLAT = Form("MiCS, plain gathers", shard="tier=device, hold=false, hierarchical=
 ONE_HOP = Form("MiCS, sums with every micro-batch", sums="every=micro-batch")
 ZERO3 = Form("MiCS (ZeRO-3)", shard="tier=device, hold=false, hierarchical=false")
 DEEPSPEED = Form("DeepSpeed", shard="tier=device, hold=false, hierarchical=false, prefetch=0")
+ZERO2 = Form("ZeRO-2", shard="tier=device, hold=true, hierarchical=false")
 OURS = Form("ours", remat="", shard="tier=device, prefetch=8", sums="")
 RIVALS = ((MICS, None), (DEEPSPEED, 0), (ZERO3, 0))  # with the number of shards: the model's own (None), all GPUs (0)
 NO_REMAT = replace(MICS, remat=""), replace(DEEPSPEED, remat=""), replace(ZERO3, remat="")
@@ -51,6 +52,17 @@ NO_REMAT = replace(MICS, remat=""), replace(DEEPSPEED, remat=""), replace(ZERO3,
 
 def hardware(kind: str, hosts: int) -> Hardware:
     return Hardware.preset(f"{kind}:{hosts}")
+
+
+def with_network(machine: Hardware, bandwidth: float = 1.0, latency: float = 1.0) -> Hardware:
+    """The machine with a network of `bandwidth` times its rate, and `latency` times the time to begin a transfer."""
+    if (bandwidth, latency) == (1.0, 1.0) or machine.network is None:
+        return machine
+    network = machine.network.model_dump(exclude_defaults=True)
+    network |= {"bandwidth": bandwidth * machine.network.bandwidth, "latency_s": latency * machine.network.latency_s}
+    own = {"link_latency_s": latency * machine.devices[0].link_latency_s,
+           "nvlink_latency_s": latency * machine.hosts[0].nvlink_latency_s}  # fmt: skip
+    return machine.with_(network=network, **own)
 
 
 def spread(programs: Sequence[Program], gpus: int, shards: int) -> list[Program]:
