@@ -13,7 +13,7 @@ from typing import Any
 
 from ..ir.errors import PenstockError
 from ..runtime.children import start_module
-from .report import KINDS, PAPERS, markdown_table, reason, reproduce, to_stderr, write
+from .report import FACTORS, KINDS, PAPERS, markdown_table, reason, reproduce, to_stderr, write
 from .rule import DERIVED, DIFFERS, FITTED, MEASURED, Check, FigureRow, Tally
 
 LONGEST_FIRST = ("mobius", "mics", "fuyou", "ftpipe")
@@ -70,9 +70,7 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
     columns = (
         "paper", "measured", "agree", "share", "differ, reason checked", "order", "of these agree", "fitted", "derived"
     )  # fmt: skip
-    rows = [
-        _counted(f"[{_title(found[paper])}]({paper}/README.md)", counts) for paper, counts in tallies.items()
-    ]
+    rows = [_counted(f"[{_title(found[paper])}]({paper}/README.md)", counts) for paper, counts in tallies.items()]
     lines = [
         "# The papers in simulation",
         "",
@@ -85,6 +83,12 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
         "- No row is tuned by itself: assumptions hold for all figures of a paper, and its page lists them.",
         "",
         *markdown_table(columns, [*rows, _counted("**all**", whole)]),
+        "",
+        "## What stands for each framework",
+        "",
+        *markdown_table(
+            ("paper", *FACTORS), [(_title(p), *row) for p in found.values() for row in p["factors"].items()]
+        ),
         "",
         "## What was fitted",
         "",

@@ -24,6 +24,7 @@ class Experiments:
 
     title: str
     left_out: Mapping[str, str] = {}  # figure -> why it is not simulated
+    factors: Mapping[str, str] = {}  # what stands for the paper's framework -> what it is
     models: Mapping[str, Any]  # by the paper's names
     precision = "fp16"
     state_bytes = 8.0  # of the optimizer, per parameter

@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..ir.errors import PlanError
 from .figures import Chart, check_drawable, draw
-from .rule import DERIVED, DIFFERS, FITTED, MEASURED, NEAR, ORDER, FigureRow, Tally, marked, tally, without_finding
+from .rule import (
+    DERIVED,
+    DIFFERS,
+    FITTED,
+    MEASURED,
+    NEAR,
+    NEARER,
+    ORDER,
+    FigureRow,
+    Tally,
+    marked,
+    tally,
+    without_finding,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PAPERS", "check_drawable", "markdown_table", "reproduce", "tables", "to_json", "to_stderr", "write"]
 PAPERS = ("mobius", "ftpipe", "fuyou", "mics")
+FACTORS = ("factor", "what it is")
 COLUMNS = ("setting", "number", "paper", "ours", "kind", "verdict")
 KINDS = (
     f"- *{MEASURED}*: the paper prints this number. Ours agrees within {NEAR:.0%} of it, above and below. Only these",
@@ -65,6 +79,7 @@ class Report:
     title: str
     assumptions: Mapping[str, str]
     findings: Sequence[Finding]
+    factors: Mapping[str, str] = field(default_factory=dict)  # what stands for the framework -> what it is
     left_out: Mapping[str, str] = field(default_factory=dict)  # figure -> why it is not simulated
     made_from: Mapping[str, Any] = field(default_factory=dict)  # see `freshness`
 
@@ -115,7 +130,8 @@ def reproduce(
         found = makers[key](experiments)
         findings.append(replace(found, rows=marked(key, found.rows, paper.FITTED)))
     made = made_from(name, experiments)
-    return Report(name, experiments.title, experiments.assumptions(), findings, experiments.left_out, made)
+    told = experiments.factors, experiments.left_out
+    return Report(name, experiments.title, experiments.assumptions(), findings, *told, made)
 
 
 def to_stderr(text: str) -> None:
@@ -150,6 +166,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "paper": report.paper,
         "title": report.title,
         "assumptions": report.assumptions,
+        "factors": report.factors,
         "findings": findings,
         "left_out": report.left_out,
         "tally": asdict(report.tally),
@@ -180,7 +197,8 @@ def markdown(report: Report) -> str:
         "",
         f"**{counts.said}** within {NEAR:.0%}. Of the others {counts.checked} of {counts.measured - counts.agreeing} "
         "have a reason that was checked: what it names was changed,",
-        f"and the number came nearer. Not counted: {counts.ordered} claims of order, of which {counts.in_order} agree, "
+        f"and the number came nearer by {NEARER:.0%} of the way at least.",
+        f"Not counted: {counts.ordered} claims of order, of which {counts.in_order} agree, "
         f"{counts.fitted} fitted rows and {counts.derived} derived ones.",
         "",
         *KINDS,
@@ -189,6 +207,8 @@ def markdown(report: Report) -> str:
         "",
         *markdown_table(("what", "assumed"), [*report.assumptions.items()]),
     ]
+    if report.factors:
+        lines += ["", "## What stands for the framework", "", *markdown_table(FACTORS, [*report.factors.items()])]
     rows_of = [(finding.key, row) for finding in report.findings for row in finding.rows]
     for kind, title, what in (
         (FITTED, "Fitted, once, and not counted", "what was fitted to it"),

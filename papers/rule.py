@@ -22,6 +22,7 @@ NEAR = 0.15  # of a number of the paper
 AGREES, DIFFERS, NO_CLAIM = "agrees", "differs", ""
 MEASURED, ORDER, FITTED, DERIVED = "measured", "order", "fitted", "derived"
 INFINITE = float("inf")
+NEARER = 0.1  # of the way from our number to the paper's, by which a checked reason moves it at least
 EQUAL = 1e-7  # a relative difference below which two quotients are the same by construction
 
 Claim = float | tuple[float, float] | str | None  # a number, bounds of which one is 0 or infinite, words, or no claim
@@ -29,7 +30,7 @@ Claim = float | tuple[float, float] | str | None  # a number, bounds of which on
 
 @dataclass(frozen=True)
 class Check:
-    """A row's number after one change. `moves`: whether it is nearer to the paper's then."""
+    """A row's number after one change. `moves`: whether that brings it nearer to the paper's."""
 
     changed: str
     ours: str
@@ -82,12 +83,12 @@ def agrees(ours: float | str, claim: Claim) -> bool:
 
 
 def moves(before: float | str, after: float | str, claim: Claim) -> bool:
-    """Whether a change brings a number nearer to the claim."""
+    """Whether a change brings a number nearer to the claim, by a tenth of the way at least."""
     if isinstance(before, str) or isinstance(after, str) or isinstance(claim, str):
         return after != before and (after == claim or isinstance(after, str))
     if isinstance(claim, tuple):
         claim = claim[0] if before < claim[0] else claim[1]
-    return claim is not None and abs(after - claim) < (1 - EQUAL) * abs(before - claim)
+    return claim is not None and abs(after - claim) <= (1 - NEARER) * abs(before - claim)
 
 
 def constructed(rows: Iterable[FigureRow]) -> Iterator[str]:

@@ -85,9 +85,7 @@ class FigureTable(list[FigureRow]):
         )  # fmt: skip
 
 
-def _end_of(
-    end: Callable[[Sequence[float]], float], make: Callable[[], Sequence[float]]
-) -> Callable[[], float | None]:
+def _end_of(end: Callable[[Sequence[float]], float], make: Callable[[], Sequence[float]]) -> Callable[[], float | None]:
     def found() -> float | None:
         values = make()
         return end(values) if values else None

@@ -119,10 +119,7 @@ def _add_way(
 
 
 def _parts(seq: SimulatedStep, mixed: SimulatedStep) -> str:
-    shares = (
-        f"{busiest_share(step):.0%} of its step" if step.timeline else "nothing"
-        for step in (seq, mixed)
-    )
+    shares = (f"{busiest_share(step):.0%} of its step" if step.timeline else "nothing" for step in (seq, mixed))
     return "the busiest GPU of Seq-pipe computes {}, that of Mixed-pipe {}".format(*shares)
 
 
@@ -173,9 +170,7 @@ def table2_asynchronous(paper: FtPipe) -> Finding:
     )
 
 
-def _checks(
-    paper: FtPipe, seq: SimulatedStep, trial: SimulatedStep
-) -> dict[str, Callable[[], float | None]]:
+def _checks(paper: FtPipe, seq: SimulatedStep, trial: SimulatedStep) -> dict[str, Callable[[], float | None]]:
     """What the reason of an asynchronous row names, changed one by one, under the same plans."""
     theirs_s, own_s = gpipe_row_s(seq) or 0.0, passing_row_s(trial) or 1.0
     rows = seq.workload.micro_batch * seq.workload.micro_batches

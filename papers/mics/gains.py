@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +12,7 @@ from ..figures import Bars, Curves
 from ..report import Finding
 from ..rule import INFINITE
 from ..table import AT_LEAST_ONE, FigureTable
-from .experiments import Mics
+from .experiments import FleetRun, Mics
 from .programs import (
     DEEPSPEED,
     FLAT,
@@ -23,11 +23,10 @@ from .programs import (
     RIVALS,
     V100,
     ZERO3,
-    Form,
     collective_s,
     effective,
     hardware,
-    with_network,
+    with_factors,
 )  # fmt: skip
 from .scale import CALLS, EACH_CALL, WHY_ZERO3, add_largest, gains, why
 
@@ -56,7 +55,8 @@ def fig2(paper: Mics) -> Finding:
         four, many = (effective(hardware(V100, hosts), members(hosts), size) / 1e9 for hosts in (4, 32))
         table.ratio(f"{size / MB:.0f} MB", "4 hosts / 32 hosts", four, many, (2.7, 4.9), "", beside=True)
         found.append(four / many)
-    table.ends("16 and 128 MB", "4 hosts / 32 hosts", found, (2.7, 4.9), "x")
+    why = "the paper does not say for which sizes; 32 MB and 128 MB were fitted"
+    table.ends("16 and 128 MB", "4 hosts / 32 hosts", found, (2.7, 4.9), "x", why=why)
     return Finding(
         "fig2",
         "effective bandwidth of all-gather on p3dn (sections 2.3, 3.2)",
@@ -196,13 +196,18 @@ def fig13(paper: Mics) -> Finding:
             for share in (0.75, 0.5)
         }
         table.add(where, "hierarchical / plain gather", shares[-1], "%", 1, measured.get(size), why, checks=checks)
-    when_due = (replace(form, shard=f"{form.shard}, prefetch=0") for form in (MICS, FLAT))
-    changed = {
-        "a network at half its rate": (paper.on(bandwidth=0.5), MICS, FLAT),
-        "gathers when they are due": (paper, *when_due),
+    plain = partial(Mics.run, model=paper.two_hosts, form=FLAT)
+    due_with, due_without = (
+        partial(Mics.run, model=paper.two_hosts, form=replace(form, shard=f"{form.shard}, prefetch=0"))
+        for form in (MICS, FLAT)
+    )
+    mics = partial(Mics.run, model=paper.two_hosts, form=MICS)
+    changed: dict[str, Gain] = {
+        "a network at half its rate": (paper.on(bandwidth=0.5), mics, plain),
+        "gathers when they are due": (paper, due_with, due_without),
     }
     what = "gain of hierarchical gathers"
-    _add_parts_gain(table, paper, paper.two_hosts, (MICS, FLAT), what, (30.6, 38.0), changed)
+    _add_parts_gain(table, paper.two_hosts, (paper, mics, plain), what, (30.6, 38.0), changed)
     bars: dict[str, Sequence[float | None]] = {"ours": shares, "paper": [measured.get(size) for size in paper.sizes]}
     names = [f"{size / MB:.0f} MB" for size in paper.sizes]
     return Finding(
@@ -220,42 +225,52 @@ def fig13(paper: Mics) -> Finding:
 
 
 def _over_plain(size: float, share: float, plain_s: float) -> float:
-    slow = with_network(hardware(V100, 2), bandwidth=share)
+    slow = with_factors(hardware(V100, 2), bandwidth=share)
     return 100 * collective_s(slow, members(2), size, hierarchical=True) / plain_s
 
 
+Run = Callable[..., FleetRun | None]  # of experiments, with `hosts`
+Gain = tuple[Mics, Run, Run]  # experiments, and a run with and without a part of MiCS
+
+
 def _add_parts_gain(
-    table: FigureTable, paper: Mics, model: str, forms: tuple[Form, Form], what: str, claim: tuple[float, float],
-    changed: Mapping[str, tuple[Mics, Form, Form]],
-) -> None:  # fmt: skip
-    """Add the percentage of throughput that MiCS gains over a form that lacks one of its parts: by the number of hosts,
-    and the ends of the range. `changed`: experiments and forms with what the reason names changed."""
-    ours, others = (paper.swept(model, form, paper.hosts) for form in forms)
-    found = gains(ours, others)
-    for hosts in paper.hosts:
-        more = 100 * (found[hosts] - 1) if hosts in found else None
+    table: FigureTable, model: str, gain: Gain, what: str, claim: tuple[float, float], changed: Mapping[str, Gain]
+) -> None:
+    """Add the percentage of throughput that a part of MiCS gains: by the number of hosts, and the ends of the range.
+    `changed`: the same with what the reason names changed."""
+    pairs = _pairs(*gain)
+    for hosts in gain[0].hosts:
+        more = _percent(*pairs[hosts]) if hosts in pairs else None
         table.add(f"{model}, {GPUS * hosts} GPUs", what, more, "%", 1, claim, beside=True)
-    if found:
-        most = max(found)
-        reason = why(ours[most], others[most], "without it a GPU")
-        checks = {change: partial(_percents, model, *how) for change, how in changed.items()}
-        table.ends(model, what, _percents(model, paper, *forms), claim, "%", 1, reason, checks)
+    if pairs:
+        reason = why(*pairs[max(pairs)], "without it a GPU")
+        checks = {change: partial(_percents, *other) for change, other in changed.items()}
+        table.ends(model, what, _percents(*gain), claim, "%", 1, reason, checks)
 
 
-def _percents(model: str, paper: Mics, *forms: Form) -> list[float]:
-    with_it, without = (paper.swept(model, form, paper.hosts) for form in forms)
-    return [100 * (gain - 1) for gain in gains(with_it, without).values()]
+def _pairs(paper: Mics, with_it: Run, without: Run) -> dict[int, tuple[FleetRun, FleetRun]]:
+    """By hosts the runs with and without a part, where both fit."""
+    found = {hosts: (with_it(paper, hosts=hosts), without(paper, hosts=hosts)) for hosts in paper.hosts}
+    return {hosts: (one, other) for hosts, (one, other) in found.items() if one and other}
+
+
+def _percent(one: FleetRun, other: FleetRun) -> float:
+    return 100 * (one.rows_s / other.rows_s - 1)
+
+
+def _percents(paper: Mics, with_it: Run, without: Run) -> list[float]:
+    return [_percent(*pair) for pair in _pairs(paper, with_it, without).values()]
 
 
 def fig14(paper: Mics) -> Finding:
     """Figure 14: the gain of sums in two hops."""
     table = FigureTable()
-    forms = MICS, ONE_HOP
-    changed = {
-        "a network at half its rate": (paper.on(bandwidth=0.5), *forms),
-        "8 times the rounds of a sum": (paper.on(latency=8.0), *forms),
+    mics = partial(Mics.run, model=paper.usual, form=MICS)
+    changed: dict[str, Gain] = {
+        "a network at half its rate": (paper.on(bandwidth=0.5), mics, _one_ring),
+        "sums of the same pieces between hosts": (paper, mics, partial(Mics.run, model=paper.usual, form=ONE_HOP)),
     }
-    _add_parts_gain(table, paper, paper.usual, forms, "gain of sums in two hops", (11.0, 24.9), changed)
+    _add_parts_gain(table, paper.usual, (paper, mics, _one_ring), "gain of sums in two hops", (11.0, 24.9), changed)
     hosts = max(paper.hosts)
     table.add(
         f"one GPU on each of {hosts} hosts, 4 micro-batches", "communication spared by two hops (section 3.4)",
@@ -266,13 +281,22 @@ def fig14(paper: Mics) -> Finding:
         "fig14",
         "sums of gradients in two hops",
         "11% to 24.9% more throughput for BERT 10B in groups of 8, most at 128 GPUs.",
-        "against the same program that adds up over the groups with every micro-batch: scatter inside the host, then "
-        "sum over hosts, which moves what the paper's all-reduce over all GPUs moves between hosts, 2M(n-k)/n.",
+        "against the same program that adds up over all GPUs with every micro-batch, in one ring as section 3.4 has "
+        "it: 2M(n-1)/n bytes between hosts in 2(n-1) rounds. It is simulated as sums of pieces between hosts, which "
+        "are all that its network carries, at so many times their bytes and rounds. 25%: collectives alone.",
         table,
         "sums over the groups run beside the backward of the layers before and are hidden as far as the network keeps "
-        "up; the paper's alternative sums whole gradients over all GPUs at the end of a micro-batch, in one ring and "
-        "so in many more rounds.",
+        "up.",
     )
+
+
+def _one_ring(paper: Mics, hosts: int) -> FleetRun | None:
+    """Sums of whole gradients over all GPUs with every micro-batch, in one ring."""
+    gpus, shards = GPUS * hosts, paper.models[paper.usual].shards
+    rounds = (gpus - 1) / (gpus // shards - 1)
+    factors = {"bandwidth": (gpus - shards) / (gpus - 1), "latency": rounds}
+    both = {name: factor * paper.changes.get(name, 1.0) for name, factor in factors.items()}
+    return paper.on(**both).run(paper.usual, ONE_HOP, hosts)
 
 
 def _spared(hosts: int, shards: int, steps: int = 4) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...ir import ops
 from ...ir.calls import op_of
@@ -54,14 +55,15 @@ def hardware(kind: str, hosts: int) -> Hardware:
     return Hardware.preset(f"{kind}:{hosts}")
 
 
-def with_network(machine: Hardware, bandwidth: float = 1.0, latency: float = 1.0) -> Hardware:
-    """The machine with a network of `bandwidth` times its rate, and `latency` times the time to begin a transfer."""
-    if (bandwidth, latency) == (1.0, 1.0) or machine.network is None:
+def with_factors(machine: Hardware, bandwidth: float = 1.0, latency: float = 1.0, memory: float = 1.0) -> Hardware:
+    """The machine with a network of `bandwidth` times its rate, `latency` times the time to begin a transfer between
+    hosts, and GPUs of `memory` times their size."""
+    if (bandwidth, latency, memory) == (1.0, 1.0, 1.0) or machine.network is None:
         return machine
     network = machine.network.model_dump(exclude_defaults=True)
     network |= {"bandwidth": bandwidth * machine.network.bandwidth, "latency_s": latency * machine.network.latency_s}
-    own = {"link_latency_s": latency * machine.devices[0].link_latency_s,
-           "nvlink_latency_s": latency * machine.hosts[0].nvlink_latency_s}  # fmt: skip
+    own: dict[str, Any] = {"memory": round(memory * machine.devices[0].memory_bytes),
+           "link_latency_s": latency * machine.devices[0].link_latency_s}  # fmt: skip
     return machine.with_(network=network, **own)
 
 

@@ -264,6 +264,12 @@ def _weak(paper: Mics, model: str, form: Form, hosts: Sequence[int], shards: int
     return 100 * efficiency(runs) if len(runs) > 1 else None
 
 
+def _lead(paper: Mics, model: str, hosts: int, shards: int | None = None) -> float | None:
+    """MiCS over its own ZeRO-3."""
+    mics, own = (paper.run(model, form, hosts, group, A100) for form, group in ((MICS, shards), (ZERO3, 0)))
+    return mics.rows_s / own.rows_s if mics and own else None
+
+
 def _add_quotients(table: FigureTable, paper: Mics) -> None:
     """The numbers of the paper that follow from others of this section."""
     model, hosts = next(reversed(paper.huge.items()))
@@ -273,6 +279,18 @@ def _add_quotients(table: FigureTable, paper: Mics) -> None:
     most = max(mics)
     table.ratio(model, f"MiCS / DeepSpeed, {GPUS * most} GPUs", mics[most].rows_s, theirs[most].rows_s, 2.74, "",
                 follows="170 / 62 TFLOPS")  # fmt: skip
+    own = paper.run(model, ZERO3, most, 0, A100)
+    if own is not None:
+        shards = paper.models[model].shards
+        reason = f"MiCS {mics[most].said}: beside shards of {shards} a GPU has no room to gather the next layer ahead, "
+        reason += f"which it has beside shards of {own.gpus}; {ZERO3.name} {own.said}"
+        checks = {
+            f"groups of {2 * shards}": partial(_lead, paper, model, most, 2 * shards),
+            "a fifth more memory": partial(_lead, paper.on(memory=1.2), model, most),
+        }
+        what = f"MiCS / {ZERO3.name}, {GPUS * most} GPUs"
+        rates = mics[most].rows_s, own.rows_s
+        table.ratio(model, what, *rates, AT_LEAST_ONE, "", why=reason, checks=checks)
     points = 100 * (efficiency(mics) - efficiency(theirs))
     table.add(model, "points of weak scaling more than DeepSpeed (section 1)", points, "", 1, 27, follows="99.4% - 72%")
 

@@ -87,6 +87,8 @@ def test_what_a_reason_names_is_changed_where_the_row_differs() -> None:
         return lambda: (made.append(name), value)[1]
 
     checks = {"faster": after("faster", 1.5), "slower": after("slower", 3.0), "tight": after("tight", None)}
+    assert not row(2.0, claim=1.0, checks={"hardly": after("", 1.95)}).is_checked
+    made.clear()
     found = row(2.0, unit="x", claim=1.0, why="a link", checks=checks)
     assert found.checks == (
         Check("faster", "1.50x", True), Check("slower", "3.00x", False), Check("tight", "does not fit", False)
