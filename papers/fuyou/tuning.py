@@ -43,7 +43,7 @@ def fig9(paper: Fuyou) -> Finding:
         )
         checks = {
             "activations to SSD alone": partial(_sign_of, paper, batch, hardware, "to=ssd"),
-            "eq. 1 to 12 in place of the plan": lambda load=load: _sign(best(rates(hardware), load).coefficient),
+            "eq. 1 to 12 in place of the plan": partial(_sign, best(rates(hardware), load).coefficient),
         }
         table.words(where, what, "positive" if positive else "zero", _sign(coefficient), why, checks)
         points = _by_share(paper, batch, hardware)

@@ -196,18 +196,18 @@ def fig13(paper: Mics) -> Finding:
             for share in (0.75, 0.5)
         }
         table.add(where, "hierarchical / plain gather", shares[-1], "%", 1, measured.get(size), why, checks=checks)
-    plain = partial(Mics.run, model=paper.two_hosts, form=FLAT)
+    flat = partial(Mics.run, model=paper.two_hosts, form=FLAT)
     due_with, due_without = (
         partial(Mics.run, model=paper.two_hosts, form=replace(form, shard=f"{form.shard}, prefetch=0"))
         for form in (MICS, FLAT)
     )
     mics = partial(Mics.run, model=paper.two_hosts, form=MICS)
     changed: dict[str, Gain] = {
-        "a network at half its rate": (paper.on(bandwidth=0.5), mics, plain),
+        "a network at half its rate": (paper.on(bandwidth=0.5), mics, flat),
         "gathers when they are due": (paper, due_with, due_without),
     }
     what = "gain of hierarchical gathers"
-    _add_parts_gain(table, paper.two_hosts, (paper, mics, plain), what, (30.6, 38.0), changed)
+    _add_parts_gain(table, paper.two_hosts, (paper, mics, flat), what, (30.6, 38.0), changed)
     bars: dict[str, Sequence[float | None]] = {"ours": shares, "paper": [measured.get(size) for size in paper.sizes]}
     names = [f"{size / MB:.0f} MB" for size in paper.sizes]
     return Finding(

@@ -218,7 +218,7 @@ def huge(paper: Mics) -> Finding:
                 checks = _checks(paper, partial(_tflops, model=model, form=form, hosts=count, shards=shards), form)
                 if form is MICS and tflops:
                     less = f"whole steps at the {STEP_SHARES[V100]:.1%} of p3dn"
-                    checks[less] = lambda tflops=tflops: STEP_SHARES[V100] * tflops
+                    checks[less] = partial(float.__mul__, STEP_SHARES[V100], tflops)
                 table.add(where, what, tflops, digits=1, claim=claim, why=reason, checks=checks)
                 if form is MICS:
                     _add_parts(table, where, run)
@@ -272,7 +272,7 @@ def _lead(paper: Mics, model: str, hosts: int, shards: int | None = None) -> flo
 
 def _add_quotients(table: FigureTable, paper: Mics) -> None:
     """The numbers of the paper that follow from others of this section."""
-    model, hosts = next(reversed(paper.huge.items()))
+    model, hosts = list(paper.huge.items())[-1]
     mics, theirs = (paper.swept(model, form, hosts, A100, shards) for form, shards in RIVALS[:2])
     if not mics or max(mics) not in theirs:
         return
