@@ -14,11 +14,12 @@ from ...ir.machine.presets import MICS_FITTED
 from .experiments import Mics
 from .gains import fig2, fig11c, fig12, fig13, fig14, fig15, gathers, traffic
 from .programs import STEP_FITTED
-from .rivals import fig11ab, zero2
+from .rivals import fig11a, fig11b, zero2
 from .scale import fig7, fig8, fig9, fig10, huge, scaling
 
 EXPERIMENTS = Mics
 FITTED: Mapping[str, str] = {row.removeprefix("mics "): what for row, what in MICS_FITTED.items()} | STEP_FITTED
 FINDINGS = (
-    fig2, gathers, traffic, fig7, zero2, fig8, fig9, fig10, fig11ab, fig11c, huge, fig12, fig13, fig14, fig15, scaling
+    fig2, gathers, traffic, fig7, zero2, fig8, fig9, fig10, fig11a, fig11b, fig11c, huge, fig12, fig13, fig14, fig15,
+    scaling,
 )  # fmt: skip

@@ -37,9 +37,9 @@ FITTED = {
 }
 
 
-def mobius(partition: str = MIP, mapping: str = "map-cross", turns: str = TURNS) -> str:
+def mobius(partition: str = MIP, mapping: str = "map-cross", turns: str = TURNS, fetch: str = "swap=true") -> str:
     """The pipeline of Mobius with this partition and mapping; without `turns` links are shared fairly."""
-    return f"coarsen, {partition}, {mapping}, {SWAPPED}{turns}"
+    return f"coarsen, {partition}, {mapping}, {SWAPPED.replace('swap=true', fetch)}{turns}"
 
 
 def topology(name: str, share: float = SHARE, staged: float | None = STAGED) -> Hardware:
