@@ -27,7 +27,7 @@ from .experiments import (
 )  # fmt: skip
 from .gpipe import busiest_share, gpipe_s
 
-SLOWER = 4  # times what a call costs besides its work
+SLOWER = 8  # times what a call costs besides its work
 MILLISECONDS = "{:.1f} ms / {:.1f} ms a row"
 
 

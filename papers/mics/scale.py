@@ -10,13 +10,28 @@ from ..report import Finding
 from ..rule import NEAR, Claim
 from ..table import AT_LEAST_ONE, FigureTable
 from .experiments import FleetRun, Mics
-from .programs import A100, DEEPSPEED, FLAT, GPUS, MICS, OURS, RIVALS, STEP_SHARES, V100, ZERO3, Form
+from .programs import (
+    A100,
+    DEEPSPEED,
+    FEW,
+    FLAT,
+    GPUS,
+    MICS,
+    OURS,
+    RIVALS,
+    STEP_SHARES,
+    V100,
+    ZERO2,
+    ZERO3,
+    Form,
+    hardware,
+)
 
 GAINS: dict[str, Claim] = {"BERT 10B": 3.23, "BERT 15B": 2.82}  # "223% faster", and at most 223.7% more (figure 9)
 GAIN_FAST = 2.21
 CALLS = 16  # of a layer's weights and biases, one gather each
 EACH_CALL = f"a call for each of a layer's {CALLS} parameters"
-NEAR_LINEAR = "near-linear or more"
+NEAR_LINEAR, MOST_FIT = "near-linear or more", "fits in few settings"
 HUGE = {  # section 5.1.5: form, model, hosts
     (MICS, "52B", 16): 179.0, (MICS, "100B", 16): 171.0, (MICS, "100B", 64): 170.0, (DEEPSPEED, "100B", 64): 62.0,
 }  # fmt: skip
@@ -72,6 +87,29 @@ def fig7(paper: Mics) -> Finding:
         table,
         WHY_ZERO3,
         [Curves("fig7", "BERT on p3dn, 100 Gb/s", "GPUs", "rows/s", curves, points=True)],
+    )
+
+
+def zero2(paper: Mics) -> Finding:
+    """Figure 7: where ZeRO-2 fits."""
+    table, fitting, count = FigureTable(), 0, 0
+    for model in filter(lambda name: name.startswith("BERT"), paper.strong):
+        spec, machine = paper.models[model], hardware(V100, min(paper.strong[model]))
+        work = paper.workload(spec.name, paper.zero2_rows, FEW * machine.num_devices, spec.sequence)
+        trial = paper.lab.trial(work, machine, ZERO2.line(machine.num_devices))
+        whole = {stage.name for stage in trial.specs if stage.params}
+        fits = trial.timeline is not None and whole <= set(trial.decisions["sharding"].held)
+        fitting, count = fitting + fits, count + 1
+        table.words(f"{model}, {machine.num_devices} GPUs", "ZeRO-2", "", "fits" if fits else "out of memory")
+    said = MOST_FIT if 0 < fitting < count / 2 else f"fits in {fitting} of {count}"
+    table.words("BERT", f"ZeRO-2 ({fitting} of {count} settings)", MOST_FIT, said, "see the rows")
+    return Finding(
+        "zero2",
+        "ZeRO-2 (section 5.1.1, figure 7)",
+        "out of memory in most setups, with micro-batches of 4.",
+        "whole weights on every GPU, gradients and states spread over all: a plan that holds every stage whole from "
+        "its first use to its last, on the fewest hosts of figure 7.",
+        table,
     )
 
 

@@ -284,4 +284,4 @@ def test_the_papers_themselves(paper: str) -> None:
     rows = [row for finding in reproduce(paper).findings for row in finding.rows]
     counts = tally(rows)
     assert counts.agreeing > counts.measured / 2
-    assert all(row.is_checked for row in rows if row.kind == MEASURED and row.verdict == DIFFERS)
+    assert all(row.checks for row in rows if row.kind == MEASURED and row.verdict == DIFFERS)

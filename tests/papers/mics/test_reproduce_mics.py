@@ -45,10 +45,7 @@ class Toy(Mics):
         "RoBERTa 20B": MicsModel(BERT, 16, sequence=64),
         "image": MicsModel("tiny-images", 8, micro_batches=1, precision="fp32"),
         "100B": MicsModel(BERT, 16, 8, 4, sequence=64),
-        "BERT 10B, 128 layers": MicsModel(BERT, 8, sequence=64),
-        "BERT 10B, wide": MicsModel(BERT, 8, sequence=64),
     }
-    against = 2
     unnamed = {"tiny-images": IMAGES}
     strong = {"BERT 10B": (2, 4), "BERT 15B": (2, 4), "BERT 20B": (2,), "RoBERTa 20B": (2, 4)}
     fast = {"BERT 15B": (2, 4), "BERT 20B": (2,)}
