@@ -111,11 +111,11 @@ def fig10(paper: Mobius) -> Finding:
                 table.add(where, "points more bytes above 12 GB/s", fast[0] - fast[1], "", 0, (0, INFINITE), why)
     same = [value for value in bars["same priorities"] if value is not None]
     why = "the busiest GPU computes nearly all of the step, so that links which wait for each other cost little"
-    fast = topology("4+4", share=1.0)
+    quick = topology("4+4", share=1.0)
     checks = {
-        "GPUs that compute as fast as was measured": partial(_saved_by_mapping, paper, fast),
+        "GPUs that compute as fast as was measured": partial(_saved_by_mapping, paper, quick),
         "that, and stages of one block that are fetched when they are due": partial(
-            _saved_by_mapping, paper, fast, partition="partition-min-stage", fetch="swap=true, prefetch=false"
+            _saved_by_mapping, paper, quick, partition="partition-min-stage", fetch="swap=true, prefetch=false"
         ),
     }
     what = "less time than sequential mapping, same priorities"

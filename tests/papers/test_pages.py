@@ -97,3 +97,9 @@ def test_a_summary_needs_all_pages(tmp_path: Path) -> None:
     leave(PAPERS[-1], FOUND[PAPERS[-1]])
     assert write_summary(tmp_path) == [tmp_path / "README.md"]
     assert (tmp_path / "README.md").read_text("utf-8") == summary(FOUND)
+
+
+def test_the_readme_says_how_many_numbers_agree() -> None:
+    whole = sum((Tally(**page["tally"]) for page in FOUND.values()), Tally())
+    said = f"| four papers' numbers, in simulation | {whole.agreeing} of {whole.measured} within 15% |"
+    assert said in (PAGES.parents[1] / "README.md").read_text("utf-8")
