@@ -14,7 +14,7 @@ from typing import Any
 from ..ir.errors import PenstockError
 from ..runtime.children import start_module
 from .report import FACTORS, KINDS, PAPERS, markdown_table, reason, reproduce, to_stderr, write
-from .rule import DERIVED, DIFFERS, FITTED, MEASURED, Check, FigureRow, Tally
+from .rule import DERIVED, DIFFERS, FITTED, MEASURED, Changed, FigureRow, Tally
 
 LONGEST_FIRST = ("mobius", "mics", "fuyou", "ftpipe")
 ROWS = "rows.json"
@@ -122,7 +122,7 @@ def _counted(name: str, counts: Tally) -> Sequence[str]:
 def _rows(page: Mapping[str, Any]) -> Iterator[tuple[str, FigureRow]]:
     for finding in page["findings"]:
         for row in finding["rows"]:
-            yield finding["key"], FigureRow(**row | {"checks": [Check(**check) for check in row["checks"]]})
+            yield finding["key"], FigureRow(**row | {"checks": [Changed(**check) for check in row["checks"]]})
 
 
 def _following(found: Mapping[str, Mapping[str, Any]], kind: str) -> list[Sequence[str]]:

@@ -74,7 +74,7 @@ def sizes_table(models: Mapping[str, str], claims: Mapping[str, float]) -> Figur
     table = FigureTable()
     for model, name in models.items():
         own = "the model's own dimensions"
-        table.add(model, "parameters", billions(name), " B", claim=claims.get(model), follows=own)
+        table.add(model, "parameters", billions(name), " B", claim=claims.get(model), apart=own)
     return table
 
 

@@ -237,7 +237,7 @@ def reasons(finding: Finding, form: str = "{}: {}") -> list[str]:
 
 
 def reason(row: FigureRow) -> str:
-    """Why a row differs, and its number after each change."""
+    """The reason why a row differs, and its number after each change."""
     return "; ".join([row.why] * bool(row.why) + [f"with {check.changed}: {check.ours}" for check in row.checks])
 
 

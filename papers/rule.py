@@ -29,7 +29,7 @@ Claim = float | tuple[float, float] | str | None  # a number, bounds of which on
 
 
 @dataclass(frozen=True)
-class Check:
+class Changed:
     """A row's number after one change. `moves`: whether that brings it nearer to the paper's."""
 
     changed: str
@@ -52,7 +52,7 @@ class FigureRow:
     value: float | None = None
     figure: float | None = None
     why: str = ""
-    checks: Sequence[Check] = ()
+    checks: Sequence[Changed] = ()
     follows: str = ""
 
     @property
@@ -91,7 +91,7 @@ def moves(before: float | str, after: float | str, claim: Claim) -> bool:
     return claim is not None and abs(after - claim) <= (1 - NEARER) * abs(before - claim)
 
 
-def constructed(rows: Iterable[FigureRow]) -> Iterator[str]:
+def multiples(rows: Iterable[FigureRow]) -> Iterator[str]:
     """The measured rows that cannot have been simulated: whose number is the paper's own to the last digit, or another
     row's times a constant, so that both have the same quotient of ours and the paper's."""
     quotients = [

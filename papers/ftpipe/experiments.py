@@ -207,8 +207,8 @@ def copies(trial: SimulatedStep) -> tuple[int, int]:
 
 
 def bytes_by_row(trial: SimulatedStep, to: int | None = None) -> float:
-    """What `sent_bytes` would be if a position bias went once for each row, as FTPipe's model adds the mask to it, and
-    back; and, if given, `to` so many other stages."""
+    """The bytes of `sent_bytes` if a position bias went once for each row, as FTPipe's model adds the mask to it, and
+    back; and, if given, `to` that number of other stages."""
     number, num_bytes = copies(trial)
     return sent_bytes(trial) + 2 * num_bytes * ((number if to is None else to) * trial.workload.micro_batch - number)
 

@@ -15,7 +15,7 @@ from ..figures import Bars, Curves
 from ..lab import SimulatedStep, Workload
 from ..report import Finding
 from ..rule import FigureRow
-from ..table import AT_LEAST_ONE, FigureTable
+from ..table import AT_LEAST_ONE, ELSEWHERE, FigureTable
 from .experiments import (
     SEQ,
     SEQ_ASYNC,
@@ -42,12 +42,12 @@ def volume(paper: FtPipe) -> Finding:
         )
         if trial.timeline is not None:
             moved = sent_bytes(trial) / 1e6
-            beside = length != paper.tasks[paper.task].sequence
+            apart = ELSEWHERE if length != paper.tasks[paper.task].sequence else ""
             why = f"{num_sent(trial):.0f} messages, of which those of the encoder's borders hold the position bias"
             where = f"rows of {length} tokens"
-            table.add(where, "bytes of one micro-batch", moved, " MB", 1, 456.4, why, beside)
+            table.add(where, "bytes of one micro-batch", moved, " MB", 1, 456.4, why, apart)
             for name, share, claim in zip(("forward", "backward"), _computing_shares(trial), (0.96, 0.98)):
-                table.add(where, f"share of computation, {name}", share, "", 3, claim, why, beside)
+                table.add(where, f"share of computation, {name}", share, "", 3, claim, why, apart)
     return Finding(
         "volume",
         f"bytes between GPUs for one micro-batch of {rows}, T5-3B, 8 stages, fp32 (section 3.2)",
@@ -257,11 +257,13 @@ def pipedream(paper: FtPipe) -> Finding:
     task = paper.tasks[paper.short]
     for gpus, claim in paper.pipedream.items():
         own = paper.on(num_devices=gpus)
-        rows, more = next(((rows, more) for rows in HALVED if (more := _over_pipedream(own, task, rows))), (0, None))
+        rows, more = next(
+            ((rows, more) for rows in HALVED if (more := _lead_over_pipedream(own, task, rows))), (0, None)
+        )
         why = "our cuts know that the last stage of an asynchronous pipeline computes nothing again, PipeDream's do "
         why += "not; how much that is depends on where its cuts fall"
         checks = {
-            f"micro-batches of {other} rows": partial(_over_pipedream, own, task, other)
+            f"micro-batches of {other} rows": partial(_lead_over_pipedream, own, task, other)
             for other in HALVED if other < rows
         }  # fmt: skip
         where = f"{paper.short}, {gpus} GPUs, micro-batches of {rows}"
@@ -286,7 +288,7 @@ def pipedream(paper: FtPipe) -> Finding:
 HALVED = (24, 12, 6, 3, 1)  # rows of a micro-batch: the largest that fits under both cuts
 
 
-def _over_pipedream(paper: FtPipe, task: FineTuning, rows: int) -> float | None:
+def _lead_over_pipedream(paper: FtPipe, task: FineTuning, rows: int) -> float | None:
     """The percent by which our cuts are faster than PipeDream's, both with these micro-batches."""
     same = replace(task, micro_batch=rows, parts=task.batch // rows)
     theirs_s, ours_s = (passing_row_s(paper.asynchronous(same, cut)) for cut in (SEQ[0], SEQ_ASYNC))

@@ -10,7 +10,7 @@ from ..figures import Bars
 from ..lab import SimulatedStep
 from ..report import Finding
 from ..rule import Claim, FigureRow
-from ..table import SECONDS, FigureTable
+from ..table import ELSEWHERE, SECONDS, FigureTable
 from .experiments import (
     SEQ_ASYNC,
     FineTuning,
@@ -100,7 +100,7 @@ def _add_way(
     said = f"{SECONDS}; {len(mixed.stages)} stages"
     what, why = f"Seq-pipe / Mixed-pipe, {key}", _parts(seq, mixed)
     gain = table.ratio(name, what, gpipe_s(seq), gpipe_s(mixed), claims[0], said, why=why)
-    table.ratio(name, f"the same, our own programs, {key}", seq.step_s, mixed.step_s, claims[0], beside=True)
+    table.ratio(name, f"the same, our own programs, {key}", seq.step_s, mixed.step_s, claims[0], apart=ELSEWHERE)
     if gain is not None:
         told = " against ".join(
             f"{num_sent(step):.0f} messages of {1e-6 * sent_bytes(step) / num_sent(step):.1f} MB"
@@ -171,7 +171,7 @@ def table2_asynchronous(paper: FtPipe) -> Finding:
 
 
 def _checks(paper: FtPipe, seq: SimulatedStep, trial: SimulatedStep) -> dict[str, Callable[[], float | None]]:
-    """What the reason of an asynchronous row names, changed one by one, under the same plans."""
+    """An asynchronous row after each change of what its reason names, under the same plans."""
     theirs_s, own_s = gpipe_row_s(seq) or 0.0, passing_row_s(trial) or 1.0
     rows = seq.workload.micro_batch * seq.workload.micro_batches
     quarter = seq.hardware.devices[0].h2d_bandwidth / 4
@@ -191,7 +191,7 @@ def _checks(paper: FtPipe, seq: SimulatedStep, trial: SimulatedStep) -> dict[str
 
 def _add_gain(
     table: FigureTable, paper: FtPipe, name: str, what: str, seq: SimulatedStep, trial: SimulatedStep, claim: Claim,
-    beside: bool = False,
+    apart: str = "",
 ) -> float | None:  # fmt: skip
     """Add and return the seconds per row of a synchronous pipeline over those of an asynchronous one."""
     theirs_s, own_s = gpipe_row_s(seq), passing_row_s(trial)
@@ -206,9 +206,9 @@ def _add_gain(
         f"a micro-batch, that of the asynchronous pipeline {max(trial.compute_s()) / (trial.step_s or 1.0):.0%}"
     )
     checks = _checks(paper, seq, trial)
-    gain = table.ratio(name, what, theirs_s, own_s, claim, said="", why=why, beside=beside, checks=checks)
+    gain = table.ratio(name, what, theirs_s, own_s, claim, said="", why=why, apart=apart, checks=checks)
     own = "the same with our own synchronous program"
-    table.ratio(name, own, row_s(seq), own_s, claim, said="", beside=True)
+    table.ratio(name, own, row_s(seq), own_s, claim, said="", apart=ELSEWHERE)
     return gain
 
 
@@ -218,7 +218,7 @@ def _add_epochs(table: FigureTable, name: str, task: FineTuning, theirs_s: float
     table.words(name, f"an epoch of {task.samples} rows, GPipe / asynchronous", "", both)
     epochs = task.asynchronous / task.reached  # of the asynchronous pipeline, over GPipe's
     what = f"the same to the top accuracy, with {epochs:.2f} times the epochs"
-    table.add(name, what, gain / epochs, "x", claim=task.reached, beside=True)
+    table.add(name, what, gain / epochs, "x", claim=task.reached, apart=ELSEWHERE)
 
 
 def _same(paper: FtPipe, task: FineTuning) -> tuple[SimulatedStep, SimulatedStep, str]:
@@ -238,8 +238,8 @@ def table3(paper: FtPipe) -> Finding:
     for name, task in paper.tasks.items():
         there, here, kind = _same(paper, task)
         bars["paper"].append(task.same)
-        what, beside = f"synchronous / asynchronous, {kind}", not task.is_mixed  # the pair of table 2
-        bars["ours"].append(_add_gain(table, paper, name, what, there, here, task.same, beside))
+        what, apart = f"synchronous / asynchronous, {kind}", "" if task.is_mixed else ELSEWHERE  # in table 2
+        bars["ours"].append(_add_gain(table, paper, name, what, there, here, task.same, apart))
     chart = Bars("table3", "Asynchronous over synchronous, same partitioner", "times as fast", list(paper.tasks), bars)
     return Finding(
         "table3",

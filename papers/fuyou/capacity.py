@@ -32,9 +32,9 @@ def table2(paper: Fuyou) -> Finding:
     unit, least = calls[1].bytes, min(call.flops / call.bytes for call in calls)
     table = FigureTable()
     for name, call, size, benefit in zip(names, calls, (3, 1, 4, 1), (1, 1, 1, 4)):
-        table.add(name, "bytes of its output / those of Linear_htoh", call.bytes / unit, claim=size, follows=BY_SHAPE)
+        table.add(name, "bytes of its output / those of Linear_htoh", call.bytes / unit, claim=size, apart=BY_SHAPE)
         found = call.flops / call.bytes / least
-        table.add(name, "swap benefit, FLOPs per byte / the least", found, claim=benefit, follows=BY_SHAPE)
+        table.add(name, "swap benefit, FLOPs per byte / the least", found, claim=benefit, apart=BY_SHAPE)
     return Finding(
         "table2",
         "benefit of swapping, per layer of a block",

@@ -8,7 +8,7 @@ from functools import partial
 from ..figures import Bars
 from ..lab import SimulatedStep
 from ..report import Finding
-from ..table import AT_LEAST_ONE, TENTHS, FigureTable
+from ..table import AT_LEAST_ONE, ELSEWHERE, TENTHS, FigureTable
 from .equations import Load, Rates, Serial, apart_s, best, serial, step
 from .experiments import USEFUL, Fuyou
 from .programs import (
@@ -96,7 +96,7 @@ def _optimizer_shares(paper: Fuyou, batches: Sequence[int], **factors: float) ->
 
 
 def _add_halfway(table: FigureTable, paper: Fuyou) -> None:
-    """How busy the GPU is with a larger model on the 4090, at the largest batch that fits."""
+    """Add the share of its time in which a 4090 computes with a larger model, at the largest batch that fits."""
     for batch in sorted(paper.batches[paper.usual, "4090"], reverse=True):
         trial = paper.trial(paper.halfway, batch, machine("4090"), ZERO_INFINITY)
         if trial.timeline is not None:
@@ -167,8 +167,8 @@ def _own(
     table.add(where, what, value, " TFLOPS", 0, claim, _why(paper, trial))
     if trial.step_s is not None:
         formula = paper.formula_tflops(trial) or 0.0
-        table.add(where, "by the formula, every block computed again", formula, " TFLOPS", 0, claim, beside=True)
-        table.add(where, "what the GPU computes", paper.computed_tflops(trial), " TFLOPS", 0, claim, beside=True)
+        table.add(where, "by the formula, every block computed again", formula, " TFLOPS", 0, claim, apart=ELSEWHERE)
+        table.add(where, "what the GPU computes", paper.computed_tflops(trial), " TFLOPS", 0, claim, apart=ELSEWHERE)
         found = best(rates(trial.hardware), paper.load(trial))
         what = f"its step / eq. 1 to 8, bound by {found.bound}"
         table.ratio(where, what, trial.step_s, found.step_s, said=TENTHS)
@@ -194,7 +194,7 @@ def _highest(table: FigureTable, paper: Fuyou, model: str, gpu: str, top: dict[s
         table.add(where, "Fuyou, highest", own, " TFLOPS", 0, FASTEST[model, gpu], why, checks=checks)
         if (name := "ZeRO-Infinity") in top and model == paper.usual and gpu == "4090":
             follows = f"{FASTEST[model, gpu]:g} / {GAINS[name, gpu]:g}"
-            table.add(where, f"{name}, highest", top[name], " TFLOPS", 0, 45, follows=follows)
+            table.add(where, f"{name}, highest", top[name], " TFLOPS", 0, 45, apart=follows)
     for name, value in top.items():
         gain = GAINS.get((name, gpu)) if model == "13B" else None
         if gain and own and value:
@@ -272,7 +272,7 @@ def fig7(paper: Fuyou) -> Finding:
             gain = table.ratio(where, what, apart.step_s, ours.step_s, claim, TENTHS, why=why, checks=checks)
             bars["ours"].append(gain)
             what = "the same by eq. 1 to 8, checkpoints alone swapped"
-            table.ratio(where, what, apart_s(speed, load), step(speed, load).step_s, claim, "", beside=True)
+            table.ratio(where, what, apart_s(speed, load), step(speed, load).step_s, claim, "", apart=ELSEWHERE)
     chart = Bars("fig7", "Gain of overlapping backward and optimizer, 4090", "times as fast", groups, bars)
     return Finding(
         "fig7",
@@ -286,7 +286,7 @@ def fig7(paper: Fuyou) -> Finding:
     )
 
 
-def _over(theirs: SimulatedStep, load: Load, pageable: float, ours_s: float | None) -> float | None:
+def _ratio_at(theirs: SimulatedStep, load: Load, pageable: float, ours_s: float | None) -> float | None:
     return serial(rates(theirs.hardware), load, pageable).step_s / ours_s if ours_s else None
 
 
@@ -313,14 +313,14 @@ def fig8(paper: Fuyou) -> Finding:
             why = f"ZeRO-Infinity's {_parts(found)}"
             load = paper.load(theirs)
             checks = {
-                f"pageable memory at {rate / 1e9:.2g} GB/s": partial(_over, theirs, load, rate, ours.step_s)
+                f"pageable memory at {rate / 1e9:.2g} GB/s": partial(_ratio_at, theirs, load, rate, ours.step_s)
                 for rate in (PAGEABLE / 2, PAGEABLE / 1.5)
             }
             bars["ours"].append(
                 table.ratio(where, what, found.step_s, ours.step_s, claim, TENTHS, why=why, checks=checks)
             )
             what = "the same, our program under its rules"
-            table.ratio(where, what, theirs.step_s, ours.step_s, claim, TENTHS, beside=True)
+            table.ratio(where, what, theirs.step_s, ours.step_s, claim, TENTHS, apart=ELSEWHERE)
     title = f"Pipelined swap without optimizer overlap, {paper.usual}"
     chart = Bars("fig8", title, "times ZeRO-Infinity", groups, bars)
     return Finding(

@@ -9,7 +9,7 @@ from functools import partial
 from ...ir.machine.hardware import Hardware
 from ..figures import Curves
 from ..report import Finding
-from ..table import AT_LEAST_ONE, FigureTable
+from ..table import AT_LEAST_ONE, ELSEWHERE, FigureTable
 from .equations import best, step
 from .experiments import USEFUL, Fuyou
 from .programs import APART, FUYOU, machine, pipeline, rates, swap_coefficient, with_rates
@@ -48,7 +48,7 @@ def fig9(paper: Fuyou) -> Finding:
         table.words(where, what, "positive" if positive else "zero", _sign(coefficient), why, checks)
         points = _by_share(paper, batch, hardware)
         what = f"its step / the best of {len(points)} coefficients"
-        table.ratio(where, what, chosen.step_s, min(step_s for _, step_s in points), (0.0, 1.05), digits=3)
+        table.ratio(where, what, chosen.step_s, min(step_s for _, step_s in points), (0.0, 1.05))
         found = best(rates(hardware), load)
         table.add(where, f"coefficient by eq. 1 to 12, step {found.step_s:.2f} s", found.coefficient)
         what = "computation / disks in backward by eq. 7 and 8, checkpoints alone swapped"
@@ -183,7 +183,7 @@ def _claims(
         top = max(servers, key=lambda ssds: servers[ssds])
         follows = "Megatron-LM's throughput, which is taken from this number"
         what = "highest ratio, price of the server"
-        table.add("A100", what, servers[top], "x", claim=AGAINST_SERVERS, follows=follows)
+        table.add("A100", what, servers[top], "x", claim=AGAINST_SERVERS, apart=follows)
 
 
 def sensitivity(paper: Fuyou) -> Finding:
@@ -204,7 +204,7 @@ def sensitivity(paper: Fuyou) -> Finding:
         where = f"{paper.usual}, 4090, batch {batch}, {name}"
         table.add(where, "throughput", paper.tflops(ours), " TFLOPS", 0)
         if batch in claims:
-            table.ratio(where, "gain of the overlap", apart.step_s, ours.step_s, claims[batch], "", beside=True)
+            table.ratio(where, "gain of the overlap", apart.step_s, ours.step_s, claims[batch], "", apart=ELSEWHERE)
     return Finding(
         "sensitivity",
         "throughput and gain of the overlap under other assumptions",

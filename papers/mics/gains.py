@@ -11,7 +11,7 @@ from ...ir.program import work_of
 from ..figures import Bars, Curves
 from ..report import Finding
 from ..rule import INFINITE
-from ..table import AT_LEAST_ONE, FigureTable
+from ..table import AT_LEAST_ONE, ELSEWHERE, FigureTable
 from .experiments import FleetRun, Mics
 from .programs import (
     DEEPSPEED,
@@ -49,11 +49,11 @@ def fig2(paper: Mics) -> Finding:
     across = effective(hardware(V100, 8), members(8), LARGE) / 1e9
     table.add("1 host, 1 GB", "effective bandwidth", inside, " GB/s", 1, 128.0, "the NVLink of the preset")
     table.add("64 GPUs, 1 GB", "effective bandwidth", across, " GB/s", 1, 11.0, "the network of the preset")
-    table.ratio("64 GPUs", "in a host / over 8 hosts", inside, across, 11.6, "", 1, follows="128 / 11 GB/s")
+    table.ratio("64 GPUs", "in a host / over 8 hosts", inside, across, 11.6, "", apart="128 / 11 GB/s")
     found = []
     for size in (16 * MB, 128 * MB):
         four, many = (effective(hardware(V100, hosts), members(hosts), size) / 1e9 for hosts in (4, 32))
-        table.ratio(f"{size / MB:.0f} MB", "4 hosts / 32 hosts", four, many, (2.7, 4.9), "", beside=True)
+        table.ratio(f"{size / MB:.0f} MB", "4 hosts / 32 hosts", four, many, (2.7, 4.9), "", apart=ELSEWHERE)
         found.append(four / many)
     why = "the paper does not say for which sizes; 32 MB and 128 MB were fitted"
     table.ends("16 and 128 MB", "4 hosts / 32 hosts", found, (2.7, 4.9), "x", why=why)
@@ -108,7 +108,7 @@ def traffic(paper: Mics) -> Finding:
         what = "bytes a GPU spares between hosts by hierarchical gathers / bytes gathered"
         spared = (moved[FLAT] - moved[MICS]) / (whole / GPUS)
         where, follows = f"{model}, groups of {shards}", "the bytes of gathers, an identity"
-        table.add(where, what, spared, digits=3, claim=in_theory, follows=follows)
+        table.add(where, what, spared, digits=3, claim=in_theory, apart=follows)
     return Finding(
         "traffic",
         "bytes between hosts (section 3.3)",
@@ -168,7 +168,7 @@ def fig12(paper: Mics) -> Finding:
             if one and most
             else ""
         )
-        table.ratio(where, what, found[first], found[last], 1.6, "", why=why, beside=form is MICS)
+        table.ratio(where, what, found[first], found[last], 1.6, "", why=why, apart=ELSEWHERE if form is MICS else "")
     title, names = f"{paper.usual} on {GPUS * paper.grouped} V100", [str(shards) for shards in paper.groups]
     chart = Bars("fig12", title, "rows/s", names, bars, xlabel="GPUs in a group")
     return Finding(
@@ -192,7 +192,7 @@ def fig13(paper: Mics) -> Finding:
         where = f"2 hosts, {size / MB:.0f} MB"
         why = f"{1e3 * stages:.1f} and {1e3 * plain:.1f} ms: between 2 hosts of 8 a hierarchy moves 8/15 of the bytes"
         checks = {
-            f"{share:.0%} of the network's rate in the hierarchy": partial(_over_plain, size, share, plain)
+            f"{share:.0%} of the network's rate in the hierarchy": partial(_share_of_plain, size, share, plain)
             for share in (0.75, 0.5)
         }
         table.add(where, "hierarchical / plain gather", shares[-1], "%", 1, measured.get(size), why, checks=checks)
@@ -224,13 +224,13 @@ def fig13(paper: Mics) -> Finding:
     )
 
 
-def _over_plain(size: float, share: float, plain_s: float) -> float:
+def _share_of_plain(size: float, share: float, plain_s: float) -> float:
     slow = with_factors(hardware(V100, 2), bandwidth=share)
     return 100 * collective_s(slow, members(2), size, hierarchical=True) / plain_s
 
 
-Run = Callable[..., FleetRun | None]  # of experiments, with `hosts`
-Gain = tuple[Mics, Run, Run]  # experiments, and a run with and without a part of MiCS
+Runner = Callable[..., FleetRun | None]  # of experiments, with `hosts`
+Gain = tuple[Mics, Runner, Runner]  # experiments, and a run with and without a part of MiCS
 
 
 def _add_parts_gain(
@@ -241,14 +241,14 @@ def _add_parts_gain(
     pairs = _pairs(*gain)
     for hosts in gain[0].hosts:
         more = _percent(*pairs[hosts]) if hosts in pairs else None
-        table.add(f"{model}, {GPUS * hosts} GPUs", what, more, "%", 1, claim, beside=True)
+        table.add(f"{model}, {GPUS * hosts} GPUs", what, more, "%", 1, claim, apart=ELSEWHERE)
     if pairs:
         reason = why(*pairs[max(pairs)], "without it a GPU")
         checks = {change: partial(_percents, *other) for change, other in changed.items()}
         table.ends(model, what, _percents(*gain), claim, "%", 1, reason, checks)
 
 
-def _pairs(paper: Mics, with_it: Run, without: Run) -> dict[int, tuple[FleetRun, FleetRun]]:
+def _pairs(paper: Mics, with_it: Runner, without: Runner) -> dict[int, tuple[FleetRun, FleetRun]]:
     """By hosts the runs with and without a part, where both fit."""
     found = {hosts: (with_it(paper, hosts=hosts), without(paper, hosts=hosts)) for hosts in paper.hosts}
     return {hosts: (one, other) for hosts, (one, other) in found.items() if one and other}
@@ -258,7 +258,7 @@ def _percent(one: FleetRun, other: FleetRun) -> float:
     return 100 * (one.rows_s / other.rows_s - 1)
 
 
-def _percents(paper: Mics, with_it: Run, without: Run) -> list[float]:
+def _percents(paper: Mics, with_it: Runner, without: Runner) -> list[float]:
     return [_percent(*pair) for pair in _pairs(paper, with_it, without).values()]
 
 
@@ -274,7 +274,7 @@ def fig14(paper: Mics) -> Finding:
     hosts = max(paper.hosts)
     table.add(
         f"one GPU on each of {hosts} hosts, 4 micro-batches", "communication spared by two hops (section 3.4)",
-        min(_spared(hosts, shards) for shards in (2, 4, 8) if shards < hosts), "%", 0, (25, INFINITE),
+        min(_sum_saving(hosts, shards) for shards in (2, 4, 8) if shards < hosts), "%", 0, (25, INFINITE),
         "the paper's bound leaves out latencies",
     )  # fmt: skip
     return Finding(
@@ -283,7 +283,7 @@ def fig14(paper: Mics) -> Finding:
         "11% to 24.9% more throughput for BERT 10B in groups of 8, most at 128 GPUs.",
         "against the same program that adds up over all GPUs with every micro-batch, in one ring as section 3.4 has "
         "it: 2M(n-1)/n bytes between hosts in 2(n-1) rounds. It is simulated as sums of pieces between hosts, which "
-        "are all that its network carries, at so many times their bytes and rounds. 25%: collectives alone.",
+        "are all that its network carries, with the bytes and rounds of the ring. 25%: collectives alone.",
         table,
         "sums over the groups run beside the backward of the layers before and are hidden as far as the network keeps "
         "up.",
@@ -299,7 +299,7 @@ def _one_ring(paper: Mics, hosts: int) -> FleetRun | None:
     return paper.on(**both).run(paper.usual, ONE_HOP, hosts)
 
 
-def _spared(hosts: int, shards: int, steps: int = 4) -> float:
+def _sum_saving(hosts: int, shards: int, steps: int = 4) -> float:
     """The percent of the time of its sums that two hops spare where all bandwidths are equal, as section 3.4 counts
     them: an all-reduce over all with every micro-batch, against a scatter over the group with every micro-batch and one
     all-reduce of the shards over the groups."""

@@ -8,7 +8,7 @@ from functools import partial
 from ..figures import Curves
 from ..report import Finding
 from ..rule import NEAR, Claim
-from ..table import AT_LEAST_ONE, FigureTable
+from ..table import AT_LEAST_ONE, ELSEWHERE, FigureTable
 from .experiments import FleetRun, Mics
 from .programs import (
     A100,
@@ -122,7 +122,9 @@ def add_largest(table: FigureTable, where: str, mics: Runs, theirs: Runs, own: R
     reason = why(mics[hosts], theirs[hosts])
     table.add(where, "largest gain of MiCS over DeepSpeed", found[hosts], "x", claim=claim, why=reason)
     if more := gains(mics, own):
-        table.add(where, f"largest gain of MiCS over {ZERO3.name}", max(more.values()), "x", claim=claim, beside=True)
+        table.add(
+            where, f"largest gain of MiCS over {ZERO3.name}", max(more.values()), "x", claim=claim, apart=ELSEWHERE
+        )
     return {where: found[hosts]}
 
 
@@ -191,9 +193,9 @@ def fig9(paper: Mics) -> Finding:
                 what = f"{form.name}, TFLOPS a GPU" + (" (42% of 125)" if is_claimed else "")
                 reason = f"a GPU {run.said}, at {run.computing_tflops:.0f} TFLOPS meanwhile" if run else ""
                 claim = 52.5 if is_claimed else None
-                beside = count != min(hosts)  # the claim is one for all numbers of GPUs
+                apart = "" if count == min(hosts) else ELSEWHERE  # the claim is one for all numbers of GPUs
                 tflops = run.tflops if run else None
-                table.add(where, what, tflops, digits=1, claim=claim, why=reason, beside=beside)
+                table.add(where, what, tflops, digits=1, claim=claim, why=reason, apart=apart)
                 if form is MICS:
                     _add_parts(table, where, run)
     return Finding(
@@ -266,7 +268,7 @@ def huge(paper: Mics) -> Finding:
                 reason = f"on {first.gpus} GPUs one {first.said}; on {last.gpus} one {last.said}"
                 weak = partial(_weak, model=model, form=form, hosts=hosts, shards=shards)
                 follows = "171 and 170 TFLOPS" if form is MICS else ""
-                table.add(model, what, 100 * efficiency(runs), "%", 1, WEAK.get(form), reason, follows=follows,
+                table.add(model, what, 100 * efficiency(runs), "%", 1, WEAK.get(form), reason, apart=follows,
                           checks=_checks(paper, weak, form))  # fmt: skip
     _add_quotients(table, paper)
     return Finding(
@@ -283,7 +285,7 @@ def huge(paper: Mics) -> Finding:
 
 
 def _checks(paper: Mics, found: Callable[[Mics], float | None], form: Form) -> dict[str, Callable[[], float | None]]:
-    """What a row of DeepSpeed's may hang on, changed one by one."""
+    """A row of DeepSpeed's after each change of what it may hang on."""
     if form is not DEEPSPEED:
         return {}
     return {
@@ -316,7 +318,7 @@ def _add_quotients(table: FigureTable, paper: Mics) -> None:
         return
     most = max(mics)
     table.ratio(model, f"MiCS / DeepSpeed, {GPUS * most} GPUs", mics[most].rows_s, theirs[most].rows_s, 2.74, "",
-                follows="170 / 62 TFLOPS")  # fmt: skip
+                apart="170 / 62 TFLOPS")  # fmt: skip
     own = paper.run(model, ZERO3, most, 0, A100)
     if own is not None:
         shards = paper.models[model].shards
@@ -330,7 +332,7 @@ def _add_quotients(table: FigureTable, paper: Mics) -> None:
         rates = mics[most].rows_s, own.rows_s
         table.ratio(model, what, *rates, AT_LEAST_ONE, "", why=reason, checks=checks)
     points = 100 * (efficiency(mics) - efficiency(theirs))
-    table.add(model, "points of weak scaling more than DeepSpeed (section 1)", points, "", 1, 27, follows="99.4% - 72%")
+    table.add(model, "points of weak scaling more than DeepSpeed (section 1)", points, "", 1, 27, apart="99.4% - 72%")
 
 
 def scaling(paper: Mics) -> Finding:

@@ -10,7 +10,7 @@ from ..figures import Bars
 from ..lab import SimulatedStep, profile_s, share_of_bytes
 from ..report import Finding
 from ..rule import INFINITE, NEAR
-from ..table import SECONDS, FigureTable
+from ..table import ELSEWHERE, SECONDS, FigureTable
 from .experiments import FAIR_MIP, FAST, Mobius, bound, topology
 
 CLOSE = "close"
@@ -38,15 +38,15 @@ def fig9(paper: Mobius) -> Finding:
     table, hardware = FigureTable(), topology("2+2")
     bars: dict[str, list[float | None]] = {MAXIMUM: [], MINIMUM: []}
     groups = [f"{model}\nx{micro_batch}" for model in paper.partitioned for micro_batch in paper.micro_batches]
-    pairs = _partitioned(paper, hardware)
+    pairs = _partition_pairs(paper, hardware)
     for where, name, other, mip in pairs:
         said = f"{SECONDS}; {len(other.stages)} / {len(mip.stages)} stages"
         why = f"MIP {bound(mip)}; {name} {bound(other)}" if mip.timeline and other.timeline else ""
         what, never = f"{name} / MIP", (0.995, INFINITE)
         bars[name].append(table.ratio(where, what, other.computed_s, mip.computed_s, never, said, why=why))
-    most, at = _most_saved(pairs)
+    most, at = _largest_saving(pairs)
     why = f"it is largest for {at}, where the largest stages leave GPUs without work; the paper does not say for which"
-    checks = {FILLED: lambda: _most_saved(_partitioned(paper, filled(paper, hardware)))[0]}
+    checks = {FILLED: lambda: _largest_saving(_partition_pairs(paper, filled(paper, hardware)))[0]}
     table.add("all", "largest reduction of the step", most, "%", 0, 51, why, checks=checks)
     chart = Bars("fig9", "Step time by partition / MIP partition, Topo 2+2", "times the MIP's", groups, bars)
     return Finding(
@@ -65,8 +65,8 @@ def fig9(paper: Mobius) -> Finding:
 FILLED = "GPUs that a block of 9216 fills, as the paper says of its own"
 
 
-def _partitioned(paper: Mobius, hardware: Hardware) -> list[tuple[str, str, SimulatedStep, SimulatedStep]]:
-    """Where, a partition's name, its step, and that of the MIP, for both partitions and all micro-batches."""
+def _partition_pairs(paper: Mobius, hardware: Hardware) -> list[tuple[str, str, SimulatedStep, SimulatedStep]]:
+    """The setting, a partition's name, its step, and that of the MIP, for both partitions and all micro-batches."""
     return [
         (
             f"{model}, micro-batch {rows}", name,
@@ -77,7 +77,7 @@ def _partitioned(paper: Mobius, hardware: Hardware) -> list[tuple[str, str, Simu
     ]  # fmt: skip
 
 
-def _most_saved(pairs: Sequence[tuple[str, str, SimulatedStep, SimulatedStep]]) -> tuple[float, str]:
+def _largest_saving(pairs: Sequence[tuple[str, str, SimulatedStep, SimulatedStep]]) -> tuple[float, str]:
     """The most percent that the MIP saves of a step, and where."""
     return max(
         (100 * (1 - mip.computed_s / other.computed_s), where)
@@ -104,7 +104,7 @@ def fig10(paper: Mobius) -> Finding:
                     continue
                 values.append(100 * (1 - cross.computed_s / other.computed_s))
                 what = f"less time than sequential mapping, {name} ({len(cross.stages)} stages)"
-                table.add(where, what, values[-1], "%", 1, BAND, beside=True)
+                table.add(where, what, values[-1], "%", 1, BAND, apart=ELSEWHERE)
             if cross.timeline and plain.timeline:
                 fast = [100 * share_of_bytes(step, FAST) for step in (cross, plain)]
                 why = f"{fast[0]:.0f}% of the bytes move that fast under cross mapping, {fast[1]:.0f}% under sequential"

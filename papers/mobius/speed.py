@@ -10,7 +10,7 @@ from ..figures import Bars, Curves
 from ..lab import SimulatedStep, exposed_share
 from ..report import Finding
 from ..rule import NEAR
-from ..table import AT_LEAST_ONE, FigureTable
+from ..table import AT_LEAST_ONE, ELSEWHERE, FigureTable
 from .experiments import GPIPE, Mobius, bound, narrow, rented, topology
 
 FASTER = (3.8, 5.1)  # times as fast as ZeRO-3
@@ -61,8 +61,8 @@ def fig5(paper: Mobius) -> Finding:
 def _against_zero3(table: FigureTable, where: str, ours: SimulatedStep, theirs: SimulatedStep) -> float | None:
     """Add and return the ratio by eq. 3; add that of whole steps beside it."""
     what = f"ZeRO-3 / Mobius, {BY_EQ_3}"
-    found = table.ratio(where, what, theirs.computed_s, ours.computed_s, FASTER, beside=True)
-    table.ratio(where, f"the same, {WHOLE}", theirs.step_s, ours.step_s, FASTER, beside=True)
+    found = table.ratio(where, what, theirs.computed_s, ours.computed_s, FASTER, apart=ELSEWHERE)
+    table.ratio(where, f"the same, {WHOLE}", theirs.step_s, ours.step_s, FASTER, apart=ELSEWHERE)
     return found
 
 
@@ -132,7 +132,7 @@ def fig14(paper: Mobius) -> Finding:
     """Figure 14: scaling from 2 to 8 GPUs."""
     table = FigureTable()
     curves: dict[str, list[tuple[float, float]]] = {"paper: more than linear": []}
-    wide, thin = (_over_first(paper, machine) for machine in (topology, narrow))
+    wide, thin = (_ratios_to_first(paper, machine) for machine in (topology, narrow))
     for label, found in (("slots of x16", wide), ("slots of x8", thin)):
         curves[label] = [(step.hardware.num_devices, over * step.hardware.num_devices) for step, over in found.values()]
     for name, (step, over) in list(wide.items())[1:]:
@@ -156,7 +156,7 @@ def fig14(paper: Mobius) -> Finding:
     )
 
 
-def _over_first(paper: Mobius, machine: Callable[[str], Hardware]) -> dict[str, tuple[SimulatedStep, float]]:
+def _ratios_to_first(paper: Mobius, machine: Callable[[str], Hardware]) -> dict[str, tuple[SimulatedStep, float]]:
     """By topology a step, and its rows a second and GPU over those of the first; each has a row a GPU."""
     steps = {name: paper.mobius(paper.scaled, machine(name), 1) for name in paper.scaling}
     fitting = {name: step for name, step in steps.items() if step.computed_s}
@@ -181,12 +181,12 @@ def fig15(paper: Mobius) -> Finding:
         whys = [bound(step) if step.timeline else "does not fit" for step in steps]
         between = f"ZeRO-3 on V100 takes {whys[0]}; Mobius there {whys[1]}"
         table.ratio(model, "Mobius / ZeRO-3, both V100", moved, theirs, AT_LEAST_ONE, "", why=between)
-        found = table.ratio(model, ACROSS, here, theirs, 1.42, "", beside=True)
+        found = table.ratio(model, ACROSS, here, theirs, 1.42, "", apart=ELSEWHERE)
         longer += [found] if found else []
     mean = sum(longer) / len(longer) if longer else None
     table.add("mean of the models", ACROSS, mean, "x", claim=1.42, why="see the models' rows")
     cost = price * mean if mean else None
-    table.add("mean of the models", "the same, price of a step", cost, "x", claim=0.57, follows="the row above")
+    table.add("mean of the models", "the same, price of a step", cost, "x", claim=0.57, apart="the row above")
     chart = Bars("fig15", "Step time, rented V100 server against 3090 Ti", "seconds", list(paper.rented), bars)
     return Finding(
         "fig15",
@@ -217,8 +217,8 @@ def sensitivity(paper: Mobius) -> Finding:
     for name, hardware in variants:
         ours, theirs = paper.rivals(paper.scaled, hardware)
         where = f"{paper.scaled}, {name}"
-        table.ratio(where, f"ZeRO-3 / Mobius, {BY_EQ_3}", theirs.computed_s, ours.computed_s, FASTER, beside=True)
-        table.ratio(where, f"the same, {WHOLE}", theirs.step_s, ours.step_s, FASTER, beside=True)
+        table.ratio(where, f"ZeRO-3 / Mobius, {BY_EQ_3}", theirs.computed_s, ours.computed_s, FASTER, apart=ELSEWHERE)
+        table.ratio(where, f"the same, {WHOLE}", theirs.step_s, ours.step_s, FASTER, apart=ELSEWHERE)
     return Finding(
         "sensitivity",
         "the ratio of figure 5 under other assumptions, Topo 2+2",

@@ -8,7 +8,7 @@ from ..figures import Bars, Curves
 from ..lab import SimulatedStep, share_of_bytes
 from ..report import Finding
 from ..rule import INFINITE
-from ..table import FigureTable
+from ..table import ELSEWHERE, FigureTable
 from .experiments import FAST, HALF, Mobius, topology
 
 
@@ -25,7 +25,7 @@ def fig6(paper: Mobius) -> Finding:
             down, up = (moved / step.model_bytes for moved in step.device_bytes)
             for what, value in (("each copy once", once), ("both directions of all links", down + up),
                                 ("to the GPUs", down)):  # fmt: skip
-                table.add(model, f"{name}, {what} / model", value, "x", claim=claims[name], beside=True)
+                table.add(model, f"{name}, {what} / model", value, "x", claim=claims[name], apart=ELSEWHERE)
             bars[name].append(once)
     for name, values in bars.items():
         if values:

@@ -13,7 +13,7 @@ from penstock.papers.everything import pages, summary, write_summary
 from penstock.papers.freshness import code_of, page_hash, small_steps, sources
 from penstock.papers.lab import Lab
 from penstock.papers.report import PAPERS, paper_module
-from penstock.papers.rule import DERIVED, DIFFERS, MEASURED, Check, FigureRow, Tally, constructed, tally
+from penstock.papers.rule import DERIVED, DIFFERS, MEASURED, Changed, FigureRow, Tally, multiples, tally
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reproduce"
 FOUND = pages(PAGES)
@@ -54,7 +54,7 @@ def test_each_row_that_differs_has_its_own_reason(paper: str) -> None:
 
 def rows_of(paper: str) -> list[FigureRow]:
     return [
-        FigureRow(**row | {"checks": tuple(Check(**check) for check in row["checks"])})
+        FigureRow(**row | {"checks": tuple(Changed(**check) for check in row["checks"])})
         for finding in FOUND[paper]["findings"] for row in finding["rows"]
     ]  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_numbers_that_differ_have_reasons_that_were_checked(paper: str) -> None:
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_no_counted_row_is_true_by_construction(paper: str) -> None:
-    assert list(constructed(rows_of(paper))) == []
+    assert list(multiples(rows_of(paper))) == []
     assert tally(rows_of(paper)) == Tally(**FOUND[paper]["tally"])
 
 

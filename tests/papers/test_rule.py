@@ -13,15 +13,15 @@ from penstock.papers.rule import (
     FITTED,
     MEASURED,
     ORDER,
-    Check,
+    Changed,
     FigureRow,
     Tally,
-    constructed,
     marked,
+    multiples,
     tally,
     without_finding,
 )
-from penstock.papers.table import AT_LEAST_ONE, FigureTable
+from penstock.papers.table import AT_LEAST_ONE, ELSEWHERE, FigureTable
 
 
 def row(value: float | None, **how: Any) -> FigureRow:
@@ -46,7 +46,7 @@ def test_kind_and_verdict(value: float | None, claim: Any, kind: str, verdict: s
 def test_no_row_has_a_range() -> None:
     with pytest.raises(ValueError, match=r"two bounds, 0\.95 and 1\.3: judge its ends"):
         row(1.0, claim=(0.95, 1.3))
-    assert row(1.0, claim=(0.95, 1.3), unit="x", beside=True).paper == "(0.95 to 1.3x)"
+    assert row(1.0, claim=(0.95, 1.3), unit="x", apart=ELSEWHERE).paper == "(0.95 to 1.3x)"
 
 
 def test_a_range_is_judged_by_its_ends() -> None:
@@ -62,13 +62,13 @@ def test_words_and_what_is_beside_do_not_count() -> None:
     table = FigureTable()
     table.words("a", "fits", "yes", "no", "since")
     table.words("a", "fits", "", "no")
-    table.add("a", "b", 2.0, claim=1.0, beside=True, why="no matter")
+    table.add("a", "b", 2.0, claim=1.0, apart=ELSEWHERE, why="no matter")
     assert [(r.kind, r.verdict, r.why) for r in table] == [(ORDER, DIFFERS, "since"), ("", "", ""), ("", "", "")]
     assert tally(table) == Tally(ordered=1)
 
 
 def test_what_follows_or_is_fitted_does_not_count() -> None:
-    rows = [row(1.0, claim=1.0, follows="an identity"), row(1.0, claim=1.01), row(3.0, claim=AT_LEAST_ONE)]
+    rows = [row(1.0, claim=1.0, apart="an identity"), row(1.0, claim=1.01), row(3.0, claim=AT_LEAST_ONE)]
     assert [found.kind for found in rows] == [DERIVED, MEASURED, ORDER]
     assert tally(rows) == Tally(measured=1, agreeing=1, ordered=1, in_order=1, derived=1)
     fitted = marked("fig1", rows, {"fig1": "its disks"})
@@ -83,20 +83,20 @@ def test_what_follows_or_is_fitted_does_not_count() -> None:
 def test_what_a_reason_names_is_changed_where_the_row_differs() -> None:
     made: list[str] = []
 
-    def after(name: str, value: float | None) -> Any:
+    def later(name: str, value: float | None) -> Any:
         return lambda: (made.append(name), value)[1]
 
-    checks = {"faster": after("faster", 1.5), "slower": after("slower", 3.0), "tight": after("tight", None)}
-    assert not row(2.0, claim=1.0, checks={"hardly": after("", 1.95)}).is_checked
+    checks = {"faster": later("faster", 1.5), "slower": later("slower", 3.0), "tight": later("tight", None)}
+    assert not row(2.0, claim=1.0, checks={"hardly": later("", 1.95)}).is_checked
     made.clear()
     found = row(2.0, unit="x", claim=1.0, why="a link", checks=checks)
     assert found.checks == (
-        Check("faster", "1.50x", True), Check("slower", "3.00x", False), Check("tight", "does not fit", False)
+        Changed("faster", "1.50x", True), Changed("slower", "3.00x", False), Changed("tight", "does not fit", False)
     )  # fmt: skip
     assert found.is_checked and tally([found]).checked == 1
     assert made == ["faster", "slower", "tight"]
     assert row(1.1, claim=1.0, checks=checks).checks == () and len(made) == 3
-    assert not row(2.0, claim=1.0, checks={"slower": after("", 3.0)}).is_checked
+    assert not row(2.0, claim=1.0, checks={"slower": later("", 3.0)}).is_checked
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_a_reason_names_is_changed_where_the_row_differs() -> None:
     ],
 )
 def test_identities_and_multiples_are_found(numbers: list[tuple[float, float]], said: list[str]) -> None:
-    assert list(constructed(row(value, claim=claim) for value, claim in numbers)) == said
+    assert list(multiples(row(value, claim=claim) for value, claim in numbers)) == said
 
 
 def test_tallies_add_up() -> None:

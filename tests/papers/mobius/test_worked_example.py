@@ -47,11 +47,11 @@ def unit_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return 1.0 if work.flops else 0.0
 
     monkeypatch.setattr(CostModel, "compute_s", compute_s)
-    monkeypatch.setattr(CostModel, "transfer", _without_messages(CostModel.transfer))
+    monkeypatch.setattr(CostModel, "transfer", _free_messages(CostModel.transfer))
     yield
 
 
-def _without_messages(transfer: Any) -> Any:
+def _free_messages(transfer: Any) -> Any:
     def own(self: CostModel, device: int, work: ops.Work, priority: int) -> Any:
         cost = transfer(self, device, work, priority)
         return type(cost)() if work.stream in (ops.SEND, ops.RECV) else cost
