@@ -13,9 +13,8 @@ from typing import Any
 
 from ..ir.errors import PenstockError
 from ..runtime.children import start_module
-from .report import PAPERS, markdown_table, reproduce, to_stderr, write
-from .table import DIFFERS
-from .tally import Tally
+from .report import FACTORS, KINDS, PAPERS, markdown_table, reason, reproduce, to_stderr, write
+from .rule import DERIVED, DIFFERS, FITTED, MEASURED, Changed, FigureRow, Tally
 
 LONGEST_FIRST = ("mobius", "mics", "fuyou", "ftpipe")
 ROWS = "rows.json"
@@ -67,29 +66,37 @@ def pages(out: Path) -> dict[str, dict[str, Any]]:
 def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
     """One page about all papers: how many rows agree, and which do not, each with its reason."""
     tallies = {paper: Tally(**page["tally"]) for paper, page in found.items()}
-    whole = sum(tallies.values(), Tally(0, 0, 0, 0, 0))
-    columns = ("paper", "rows with a claim", "two-sided", "agree", "share", "fitted", "sizes of models")
-    rows = [
-        _counted(f"[{found[paper]['title'].removesuffix(' in simulation')}]({paper}/README.md)", counts)
-        for paper, counts in tallies.items()
-    ]
+    whole = sum(tallies.values(), Tally())
+    columns = (
+        "paper", "measured", "agree", "share", "differ, reason checked", "order", "of these agree", "fitted", "derived"
+    )  # fmt: skip
+    rows = [_counted(f"[{_title(found[paper])}]({paper}/README.md)", counts) for paper, counts in tallies.items()]
     lines = [
         "# The papers in simulation",
         "",
         "Made by `penstock reproduce all --out docs/reproduce`. Four papers' tables and figures stand beside",
         "simulations of programs of our own on the papers' machines. Nothing ran on a GPU.",
         "",
-        "- A row is *two-sided* if the paper's claim is a number or a range with two bounds. It agrees within 15% of",
-        "  the number, or inside the range. Bounds on one side, and words, have verdicts but are not counted.",
-        "- A claim is judged in one row. Where the number is shown in another way too, the claim is in brackets.",
-        "- *Fitted* rows are those to which something of a machine's description was fitted; they are not counted.",
+        f"**{whole.said}.**",
+        "",
+        *KINDS,
         "- No row is tuned by itself: assumptions hold for all figures of a paper, and its page lists them.",
         "",
         *markdown_table(columns, [*rows, _counted("**all**", whole)]),
         "",
+        "## What stands for each framework",
+        "",
+        *markdown_table(
+            ("paper", *FACTORS), [(_title(p), *row) for p in found.values() for row in p["factors"].items()]
+        ),
+        "",
         "## What was fitted",
         "",
-        *markdown_table(FITTED, [row for page in found.values() for row in _fitted(page)]),
+        *markdown_table(("paper", "row", "what was fitted to it, once"), _following(found, FITTED)),
+        "",
+        "## What follows from other rows",
+        "",
+        *markdown_table(("paper", "row", "what it follows from"), _following(found, DERIVED)),
         "",
         "## Where ours differs",
         "",
@@ -99,29 +106,37 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-DIFFERENCES = ("figure", "row", "paper", "ours", "why")
-FITTED = ("paper", "row", "what was fitted to it, once")
+DIFFERENCES = ("figure", "row", "paper", "ours", "kind", "why")
+
+
+def _title(page: Mapping[str, Any]) -> str:
+    return str(page["title"]).removesuffix(" in simulation")
 
 
 def _counted(name: str, counts: Tally) -> Sequence[str]:
-    share = f"{counts.agreeing / counts.two_sided:.0%}" if counts.two_sided else ""
-    numbers = counts.claimed, counts.two_sided, counts.agreeing
-    return name, *map(str, numbers), share, str(counts.fitted), str(counts.sizes)
+    apart = f"{counts.checked} of {counts.measured - counts.agreeing}"
+    rest = counts.ordered, counts.in_order, counts.fitted, counts.derived
+    return name, str(counts.measured), str(counts.agreeing), counts.share, apart, *map(str, rest)
 
 
-def _fitted(page: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    title = page["title"].partition(" (")[0]
+def _rows(page: Mapping[str, Any]) -> Iterator[tuple[str, FigureRow]]:
     for finding in page["findings"]:
         for row in finding["rows"]:
-            if row["fitted"]:
-                yield title, f"{finding['key']}: {row['setting']}, {row['quantity']}", row["fitted"]
+            yield finding["key"], FigureRow(**row | {"checks": [Changed(**check) for check in row["checks"]]})
+
+
+def _following(found: Mapping[str, Mapping[str, Any]], kind: str) -> list[Sequence[str]]:
+    return [
+        (_title(page), f"{key}: {row.setting}, {row.quantity}", row.follows)
+        for page in found.values() for key, row in _rows(page) if row.kind == kind
+    ]  # fmt: skip
 
 
 def _differences(page: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for finding in page["findings"]:
-        for row in finding["rows"]:
-            if row["verdict"] == DIFFERS:
-                yield finding["key"], f"{row['setting']}, {row['quantity']}", row["paper"], row["ours"], row["why"]
+    """The rows that differ, the measured ones first."""
+    rows = [(key, row) for key, row in _rows(page) if row.verdict == DIFFERS]
+    for key, row in sorted(rows, key=lambda found: found[1].kind != MEASURED):
+        yield key, f"{row.setting}, {row.quantity}", row.paper, row.ours, row.kind, reason(row)
 
 
 if __name__ == "__main__":

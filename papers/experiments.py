@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 from ..compiler.models.named import find_model
 from ..graph.blocks import Block
@@ -23,16 +24,24 @@ class Experiments:
 
     title: str
     left_out: Mapping[str, str] = {}  # figure -> why it is not simulated
+    factors: Mapping[str, str] = {}  # what stands for the paper's framework -> what it is
     models: Mapping[str, Any]  # by the paper's names
     precision = "fp16"
     state_bytes = 8.0  # of the optimizer, per parameter
     sequence = 512
     presets: Sequence[str] = ()  # the machines, without what an experiment changes of them
+    changes: Mapping[str, Any] = {}  # of the machines, see `on`
     unnamed: Mapping[str, ModelSource] = {}  # models that `compiler/models` does not name
 
     def __init__(self, lab: Lab | None = None):
         self.lab = lab or Lab()
         self.lab.models |= self.unnamed
+
+    def on(self, **changes: Any) -> Self:
+        """The same experiments on machines that `changes` alter, see `Hardware.with_`; trials are shared."""
+        other = copy(self)
+        other.changes = {**self.changes, **changes}
+        return other
 
     def assumptions(self) -> dict[str, str]:
         """The assumptions of all figures, taken from the machines and the setup that are simulated."""
@@ -64,7 +73,8 @@ def sizes_table(models: Mapping[str, str], claims: Mapping[str, float]) -> Figur
     """A table of parameters. `models` maps the paper's names to ours, `claims` to the paper's numbers in billions."""
     table = FigureTable()
     for model, name in models.items():
-        table.add(model, "parameters", billions(name), " B", claim=claims.get(model))
+        own = "the model's own dimensions"
+        table.add(model, "parameters", billions(name), " B", claim=claims.get(model), apart=own)
     return table
 
 

@@ -16,8 +16,20 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..ir.errors import PlanError
 from .figures import Chart, check_drawable, draw
-from .table import DIFFERS, NEAR, FigureRow
-from .tally import Tally, marked, tally, without_finding
+from .rule import (
+    DERIVED,
+    DIFFERS,
+    FITTED,
+    MEASURED,
+    NEAR,
+    NEARER,
+    ORDER,
+    FigureRow,
+    Tally,
+    marked,
+    tally,
+    without_finding,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,12 +38,23 @@ if TYPE_CHECKING:
 
 __all__ = ["PAPERS", "check_drawable", "markdown_table", "reproduce", "tables", "to_json", "to_stderr", "write"]
 PAPERS = ("mobius", "ftpipe", "fuyou", "mics")
+FACTORS = ("factor", "what it is")
+COLUMNS = ("setting", "number", "paper", "ours", "kind", "verdict")
+KINDS = (
+    f"- *{MEASURED}*: the paper prints this number. Ours agrees within {NEAR:.0%} of it, above and below. Only these",
+    "  are counted.",
+    f"- *{ORDER}*: which of two is larger, what fits, a bound on one side, words.",
+    f"- *{FITTED}*: something of a machine was fitted to the row or its claim. *{DERIVED}*: true by construction,",
+    "  or it follows from other numbers of the paper.",
+    "- A claim is judged in one row and in brackets elsewhere. A range over several settings is two numbers: the",
+    "  lowest and the highest of ours are judged by its ends. *With ...: number* is the row after that one change.",
+)
 
 
 @dataclass(frozen=True)
 class Finding:
     """One table or figure. `reason` says what its rows that differ have in common, and is shown only if some do; each
-    such row has its own reason besides. `sizes`: the rows only say which models these are."""
+    such row has its own reason besides."""
 
     key: str
     title: str
@@ -40,7 +63,6 @@ class Finding:
     rows: Sequence[FigureRow]
     reason: str = ""
     charts: Sequence[Chart] = ()
-    sizes: bool = False
 
     @property
     def differs(self) -> bool:
@@ -57,12 +79,13 @@ class Report:
     title: str
     assumptions: Mapping[str, str]
     findings: Sequence[Finding]
+    factors: Mapping[str, str] = field(default_factory=dict)  # what stands for the framework -> what it is
     left_out: Mapping[str, str] = field(default_factory=dict)  # figure -> why it is not simulated
     made_from: Mapping[str, Any] = field(default_factory=dict)  # see `freshness`
 
     @property
     def tally(self) -> Tally:
-        return sum((tally(f.rows, f.sizes) for f in self.findings), Tally(0, 0, 0, 0, 0))
+        return tally(row for finding in self.findings for row in finding.rows)
 
 
 class Paper(Protocol):
@@ -107,7 +130,8 @@ def reproduce(
         found = makers[key](experiments)
         findings.append(replace(found, rows=marked(key, found.rows, paper.FITTED)))
     made = made_from(name, experiments)
-    return Report(name, experiments.title, experiments.assumptions(), findings, experiments.left_out, made)
+    told = experiments.factors, experiments.left_out
+    return Report(name, experiments.title, experiments.assumptions(), findings, *told, made)
 
 
 def to_stderr(text: str) -> None:
@@ -126,7 +150,7 @@ def tables(report: Report) -> Iterator[Table]:
     )
     for finding in report.findings:
         rows = [row.cells for row in finding.rows]
-        made = table(f"{finding.key}: {finding.title}", ("setting", "number", "paper", "ours", ""), rows)
+        made = table(f"{finding.key}: {finding.title}", COLUMNS, rows)
         made.caption = f"The paper: {finding.claim}\nCounted: {finding.rule}"
         made.caption += "".join(f"\n{line}" for line in reasons(finding))
         made.caption_justify = "left"
@@ -142,6 +166,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "paper": report.paper,
         "title": report.title,
         "assumptions": report.assumptions,
+        "factors": report.factors,
         "findings": findings,
         "left_out": report.left_out,
         "tally": asdict(report.tally),
@@ -168,30 +193,34 @@ def markdown(report: Report) -> str:
         "",
         f"Made by `penstock reproduce {report.paper} --out docs/reproduce/{report.paper}`: our own programs, planned "
         "and",
-        "simulated on the papers' machines. Nothing ran on a GPU. A verdict is *agrees* where our number lies in the "
-        "paper's",
-        f"range, or within {NEAR:.0%} of its single number. Where ours differs, the reason stands below the table. A "
-        "claim in",
-        "brackets is judged in another row.",
+        "simulated on the papers' machines. Nothing ran on a GPU.",
         "",
-        f"**{counts.said}**: those whose claim is a number or a range with two bounds. Not counted: {counts.fitted} "
-        "rows to",
-        f"which the machine was fitted, {counts.sizes} sizes of models, and claims with one bound or in words. All "
-        f"{counts.claimed} rows with",
-        "a claim have a verdict.",
+        f"**{counts.said}** within {NEAR:.0%}. Of the others {counts.checked} of {counts.measured - counts.agreeing} "
+        "have a reason that was checked: what it names was changed,",
+        f"and the number came nearer by {NEARER:.0%} of the way at least.",
+        f"Not counted: {counts.ordered} claims of order, of which {counts.in_order} agree, "
+        f"{counts.fitted} fitted rows and {counts.derived} derived ones.",
+        "",
+        *KINDS,
         "",
         "## Assumptions, the same for every figure",
         "",
         *markdown_table(("what", "assumed"), [*report.assumptions.items()]),
     ]
-    rows_of = ((finding.key, row) for finding in report.findings for row in finding.rows)
-    if fitted := [(f"{key}: {row.setting}, {row.quantity}", row.fitted) for key, row in rows_of if row.fitted]:
-        lines += ["", "## Fitted, once, and not counted", "", *markdown_table(("row", "what was fitted to it"), fitted)]
+    if report.factors:
+        lines += ["", "## What stands for the framework", "", *markdown_table(FACTORS, [*report.factors.items()])]
+    rows_of = [(finding.key, row) for finding in report.findings for row in finding.rows]
+    for kind, title, what in (
+        (FITTED, "Fitted, once, and not counted", "what was fitted to it"),
+        (DERIVED, "Derived, and not counted", "what it follows from"),
+    ):
+        if some := [(f"{key}: {r.setting}, {r.quantity}", r.follows) for key, r in rows_of if r.kind == kind]:
+            lines += ["", f"## {title}", "", *markdown_table(("row", what), some)]
     for finding in report.findings:
         rows = [row.cells for row in finding.rows]
         lines += ["", f"## {finding.key}: {finding.title}", "", f"*The paper:* {finding.claim}", ""]
         lines += [f"*Counted:* {finding.rule}", ""]
-        lines += markdown_table(("setting", "number", "paper", "ours", "verdict"), rows)
+        lines += markdown_table(COLUMNS, rows)
         lines += ["", *reasons(finding, "- **{}:** {}")] if finding.differs else []
         for chart in finding.charts:
             lines += ["", f"![{chart.title}]({chart.name}.svg)"]
@@ -203,8 +232,13 @@ def markdown(report: Report) -> str:
 def reasons(finding: Finding, form: str = "{}: {}") -> list[str]:
     """A line about what differs, and one for each row that does."""
     shared = [form.format("Why ours differs", finding.reason_given)] if finding.reason_given else []
-    rows = [row for row in finding.rows if row.verdict == DIFFERS and row.why]
-    return shared + [form.format(f"{row.setting}, {row.quantity}", row.why) for row in rows]
+    rows = [row for row in finding.rows if row.verdict == DIFFERS and (row.why or row.checks)]
+    return shared + [form.format(f"{row.setting}, {row.quantity}", reason(row)) for row in rows]
+
+
+def reason(row: FigureRow) -> str:
+    """The reason why a row differs, and its number after each change."""
+    return "; ".join([row.why] * bool(row.why) + [f"with {check.changed}: {check.ours}" for check in row.checks])
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

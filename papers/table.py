@@ -1,95 +1,103 @@
-"""Rows "paper, ours, verdict". A verdict is "agrees" if our number is in the paper's range, or within 15% of its single
-number. A claim is judged once: where a number is shown in a second way beside it, the paper's is in brackets there."""
+"""The rows of a finding, and the methods that add them. `papers/rule.py` judges each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-NEAR = 0.15  # of a single number of the paper
-AGREES, DIFFERS, NO_CLAIM = "agrees", "differs", ""
-INFINITE = float("inf")
+from .rule import AGREES, DERIVED, DIFFERS, INFINITE, Changed, Claim, FigureRow, agrees, kind_of, moves
+
 AT_LEAST_ONE = (1.0, INFINITE)
 SECONDS, TENTHS = "{:.2f} s / {:.2f} s", "{:.1f} s / {:.1f} s"
+Checks = Mapping[str, Callable[[], float | str | None]]  # what is changed -> the row's number then; made if it differs
+RangeChecks = Mapping[str, Callable[[], Sequence[float]]]  # the same for the numbers of all settings
 
-Claim = float | tuple[float, float] | None  # a number, a range whose bounds may be 0 or infinite, or no claim
 
-
-@dataclass(frozen=True)
-class FigureRow:
-    """One number of a figure. `paper` is empty if the paper gives none; `value` is our number. `why`: the reason why it
-    differs. `two_sided`: whether the paper says how large it is from above and from below. `fitted`: what of the
-    machine was fitted to it, if anything was."""
-
-    setting: str
-    quantity: str
-    paper: str
-    ours: str
-    verdict: str = NO_CLAIM
-    value: float | None = None
-    why: str = ""
-    two_sided: bool = False
-    fitted: str = ""
-
-    @property
-    def cells(self) -> tuple[str, str, str, str, str]:
-        verdict = f"{self.verdict} (fitted)" if self.fitted and self.verdict else self.verdict
-        return self.setting, self.quantity, self.paper, self.ours, verdict
+ELSEWHERE = "elsewhere"  # of a claim that another row is judged by
 
 
 class FigureTable(list[FigureRow]):
-    """The rows of a finding, and the methods that add them."""
+    """The rows of a finding."""
 
     def add(
         self, setting: str, quantity: str, value: float | None, unit: str = "", digits: int = 2, claim: Claim = None,
-        why: str = "", beside: bool = False,
+        why: str = "", apart: str = "", checks: Checks | None = None,
     ) -> None:  # fmt: skip
-        """Add our number beside the paper's. A `value` of None means "does not fit", whatever the paper claims. `why`:
-        the reason if it differs. `beside`: the claim is judged in another row and only shown in this one."""
+        """Add our number beside the paper's. A `value` of None means "does not fit", whatever the paper claims. `why`
+        and `checks`: the reason if it differs. `apart`: why the row does not count: `ELSEWHERE`, for a claim that is
+        judged in another row and only shown in this one; else the text says from what the row follows."""
         if value is None:
             self.append(FigureRow(setting, quantity, "", "does not fit"))
             return
-        paper, agrees = _judged(value, claim, unit)
-        ours = f"{value:.{digits}f}{unit}"
-        if agrees is None or beside:
+        paper, ours = _said(claim, unit), f"{value:.{digits}f}{unit}"
+        if claim is None or apart == ELSEWHERE:
             self.append(FigureRow(setting, quantity, f"({paper})" if paper else "", ours, value=value))
             return
-        verdict, reason = (AGREES, "") if agrees else (DIFFERS, why)
-        self.append(FigureRow(setting, quantity, paper, ours, verdict, value, reason, _two_sided(claim)))
+        figure = float(claim) if isinstance(claim, int | float) else None
+        row = FigureRow(setting, quantity, paper, ours, value=value, figure=figure, why=why, follows=apart)
+        self._judge(row, value, claim, checks, f"{{:.{digits}f}}{unit}")
 
-    def words(self, setting: str, quantity: str, paper: str, ours: str, why: str = "") -> None:
+    def words(
+        self, setting: str, quantity: str, paper: str, ours: str, why: str = "", checks: Checks | None = None
+    ) -> None:
         """Add words, which agree if they are the same; the paper's may be empty."""
-        verdict = NO_CLAIM if not paper else AGREES if paper == ours else DIFFERS
-        self.append(FigureRow(setting, quantity, paper, ours, verdict, why=why if verdict == DIFFERS else ""))
+        row = FigureRow(setting, quantity, paper, ours, why=why if paper else "")
+        if paper:
+            self._judge(row, ours, paper, checks)
+        else:
+            self.append(row)
 
     def ratio(
         self, setting: str, quantity: str, over: float | None, under: float | None, claim: Claim = None,
-        said: str = SECONDS, digits: int = 2, why: str = "", beside: bool = False,
+        said: str = SECONDS, why: str = "", apart: str = "", checks: Checks | None = None,
     ) -> float | None:  # fmt: skip
         """Add `over / under`, with both numbers after the quantity in the format `said`; None means "does not fit"."""
         if over is None or under is None:
             self.add(setting, quantity, None)
             return None
         brackets = f" ({said.format(over, under)})" if said else ""
-        self.add(setting, quantity + brackets, over / under, "x", digits, claim, why, beside)
+        self.add(setting, quantity + brackets, over / under, "x", 2, claim, why, apart, checks)
         return over / under
 
+    def ends(
+        self, setting: str, quantity: str, values: Sequence[float], claims: tuple[float, float], unit: str = "",
+        digits: int = 2, why: str = "", checks: RangeChecks | None = None,
+    ) -> None:  # fmt: skip
+        """Add the paper's range over several settings as its two numbers, the lowest and the highest."""
+        if not values:
+            self.add(setting, quantity, None)
+            return
+        for name, end, claim in (("lowest", min, claims[0]), ("highest", max, claims[1])):
+            own = {change: _end_of(end, make) for change, make in (checks or {}).items()}
+            self.add(setting, f"{quantity}, {name}", end(values), unit, digits, claim, why, checks=own)
 
-def _two_sided(claim: Claim) -> bool:
-    """Whether a claim bounds a positive number from both sides; 0 is no bound."""
-    return not isinstance(claim, tuple) or (claim[0] > 0 and claim[1] < INFINITE)
+    def _judge(self, row: FigureRow, value: float | str, claim: Claim, checks: Checks | None, form: str = "{}") -> None:
+        """Add a row with its kind and verdict and, if it differs, its reason with our number after each change."""
+        agreed, found = agrees(value, claim), []
+        for change, make in (checks or {}).items() if not agreed else ():
+            after = make()
+            said = "does not fit" if after is None else form.format(after)
+            found.append(Changed(change, said, after is not None and moves(value, after, claim)))
+        kind, why = DERIVED if row.follows else kind_of(claim), "" if agreed else row.why
+        verdict = AGREES if agreed else DIFFERS
+        self.append(replace(row, kind=kind, verdict=verdict, why=why, checks=tuple(found)))
 
 
-def _judged(value: float, claim: Claim, unit: str) -> tuple[str, bool | None]:
-    """The paper's claim as text, and whether a value agrees with it (None without a claim)."""
-    if claim is None:
-        return "", None
+def _end_of(end: Callable[[Sequence[float]], float], make: Callable[[], Sequence[float]]) -> Callable[[], float | None]:
+    def found() -> float | None:
+        values = make()
+        return end(values) if values else None
+
+    return found
+
+
+def _said(claim: Claim, unit: str) -> str:
+    """The paper's claim as text."""
+    if claim is None or isinstance(claim, str):
+        return claim or ""
     if not isinstance(claim, tuple):
-        return f"{claim:g}{unit}", abs(value / claim - 1) <= NEAR
+        return f"{claim:g}{unit}"
     low, high = claim
     if high == INFINITE:
-        paper = f"> {low:g}{unit}"
-    elif low == -INFINITE:
-        paper = f"< {high:g}{unit}"
-    else:
-        paper = f"{low:g} to {high:g}{unit}"
-    return paper, low <= value <= high
+        return f"> {low:g}{unit}"
+    return f"{low:g} to {high:g}{unit}" if low > 0 else f"up to {high:g}{unit}"

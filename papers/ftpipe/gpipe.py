@@ -35,11 +35,12 @@ class TimedStage:
     sources: list[tuple[int, int]] = field(default_factory=list)
 
 
-def gpipe_s(trial: SimulatedStep) -> float | None:
-    """Seconds of a trial's step under FTPipe's runtime; None if it does not fit."""
+def gpipe_s(trial: SimulatedStep, machine: Hardware | None = None) -> float | None:
+    """Seconds of a trial's step under FTPipe's runtime; None if it does not fit. `machine`: another one, whose messages
+    count."""
     if trial.timeline is None:
         return None
-    return step_s(stages_of(trial), trial.workload.micro_batches, trial.hardware)
+    return step_s(stages_of(trial), trial.workload.micro_batches, machine or trial.hardware)
 
 
 def busiest_share(trial: SimulatedStep) -> float:

@@ -37,10 +37,18 @@ class Fuyou(Experiments):
         "table 1": "which systems have which mechanism: no number.",
         "figure 2": "a drawing of the three schedules; `penstock simulate --trace` draws ours.",
     }
+    factors = {
+        " and ".join(f"{flops / 1e12:.0f} TFLOPS ({gpu})" for gpu, flops in BLOCK_FLOPS.items()): "the rate of a block "
+        "that the paper measured, for all systems; not fitted",
+        f"{PAGEABLE / 1e9:g} GB/s": "a free number for DeepSpeed alone, fitted to figure 1: its checkpoints' way "
+        "through pageable memory. Without it ZeRO-Infinity is our own program, which stands beside it",
+        "39% of what 12 disks read alone": "a free number for all systems, fitted to figure 8",
+    }
     precision, sequence = PRECISION, 1024
     models: Mapping[str, str] = {f"{size}B": f"gpt3-{size}b" for size in (13, 33, 65, 135, 175, 276, 412, 805)}
     presets = ("fuyou-a100", "fuyou-4090")
     usual = "13B"  # of figures 5b to 9
+    halfway = "65B"  # of section 1
     large = "175B"  # of figures 5a and 10
     larger: Sequence[str] = ("276B", "412B")  # of figure 6
     gpus: Sequence[str] = ("A100", "4090")
@@ -171,8 +179,7 @@ class Fuyou(Experiments):
             "Fuyou": f"`{FUYOU}`",
             "ZeRO-Infinity": "a step in which nothing overlaps, by arithmetic, as section 3.2 observes it. What fits "
             f"is found out with `{ZERO_INFINITY}`, whose step is given, too",
-            "ZeRO-Offload": "the same without disks. What fits is found out with "
-            f"`{ZERO_OFFLOAD}`",
+            "ZeRO-Offload": f"the same without disks. What fits is found out with `{ZERO_OFFLOAD}`",
             "pageable memory": f"checkpoints move at {PAGEABLE / 1e9:g} GB/s under DeepSpeed, which allocates their "
             "memory as it goes: fitted once to the 28% of figure 1",
             "Colossal-AI": f"`{COLOSSAL}`. Missing: its memory manager, of which the paper says nothing",

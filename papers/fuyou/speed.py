@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from ..figures import Bars
 from ..lab import SimulatedStep
 from ..report import Finding
-from ..table import AT_LEAST_ONE, TENTHS, FigureTable
-from .equations import Load, Rates, Serial, apart_s, best, step
+from ..table import AT_LEAST_ONE, ELSEWHERE, TENTHS, FigureTable
+from .equations import Load, Rates, Serial, apart_s, best, serial, step
 from .experiments import USEFUL, Fuyou
 from .programs import (
     APART,
     COLOSSAL,
     FUYOU,
+    PAGEABLE,
     ZERO_INFINITY,
     ZERO_OFFLOAD,
     busy_share,
     machine,
     optimizer_share,
     rates,
+    with_rates,
 )  # fmt: skip
 
 FASTEST = {("13B", "A100"): 202.0, ("13B", "4090"): 156.0, ("175B", "A100"): 173.0, ("175B", "4090"): 86.0}
@@ -46,26 +51,71 @@ def _backward(speed: Rates, load: Load) -> str:
 def fig1(paper: Fuyou) -> Finding:
     """Figure 1: what ZeRO-Infinity leaves idle."""
     table = FigureTable()
-    for batch in paper.batches[paper.usual, "A100"]:
+    batches = paper.batches[paper.usual, "A100"]
+    for batch in batches:
         trial, found = paper.deepspeed(batch, "A100")
         where = f"{paper.usual}, A100, batch {batch}"
-        claim = (40, 70) if batch <= 32 else None  # figure 1 shows no larger batches
-        share, busy = 100 * found.optimizer_s / found.step_s, 100 * found.computed_s / found.step_s
-        table.add(where, "share of the optimizer stage", share, "%", 0, claim, _parts(found))
+        table.add(where, "share of the optimizer stage", 100 * found.optimizer_s / found.step_s, "%", 0)
+        busy = 100 * found.computed_s / found.step_s
         table.add(where, "GPU busy", busy, "%", 0, 28 if batch == 32 else None, _parts(found))
         if trial.timeline is not None:
             table.add(where, "our program, optimizer stage", 100 * optimizer_share(trial), "%", 0)
             table.add(where, "our program, GPU busy", 100 * busy_share(trial), "%", 0)
+    shown = [batch for batch in batches if batch <= 32] or batches  # figure 1 shows no larger ones
+    checks = {
+        "disks at half their rates under DeepSpeed": lambda: _optimizer_shares(paper, shown, ssd=0.5),
+        "a CPU optimizer at half its rate": lambda: _optimizer_shares(paper, shown, optimizer=0.5),
+    }
+    why = "the optimizer stage is reads and writes of 7 weights' bytes and the CPU's update"
+    found_shares = _optimizer_shares(paper, shown)
+    what = "share of the optimizer stage"
+    table.ends(f"{paper.usual}, A100, batches to 32", what, found_shares, (40, 70), "%", 0, why, checks)
+    if paper.halfway in paper.models:
+        _add_halfway(table, paper)
     return Finding(
         "fig1",
         "what ZeRO-Infinity leaves idle",
-        "the optimizer stage takes 40% to 70% of a step; the GPU is busy 28% of it at batch 32.",
+        "the optimizer stage takes 40% to 70% of a step; the GPU is busy 28% of it at batch 32, and 26% with 65B on a "
+        "4090 (section 1, without a batch).",
         "a step in which nothing overlaps, by arithmetic, as section 3.2 observes ZeRO-Infinity's. Beside it our "
         "program under its rules, which overlaps what they allow; the optimizer stage is what comes after the last "
         "computation.",
         table,
         "disks run here as under Fuyou, which reads and writes more at once than DeepSpeed does.",
     )
+
+
+def _optimizer_shares(paper: Fuyou, batches: Sequence[int], **factors: float) -> list[float]:
+    """The percent of a step that ZeRO-Infinity's optimizer stage takes, on a host with other rates."""
+    found = []
+    for batch in batches:
+        trial, _ = paper.deepspeed(batch, "A100")
+        parts = serial(rates(with_rates(trial.hardware, **factors)), paper.load(trial), PAGEABLE)
+        found.append(100 * parts.optimizer_s / parts.step_s)
+    return found
+
+
+def _add_halfway(table: FigureTable, paper: Fuyou) -> None:
+    """Add the share of its time in which a 4090 computes with a larger model, at the largest batch that fits."""
+    for batch in sorted(paper.batches[paper.usual, "4090"], reverse=True):
+        trial = paper.trial(paper.halfway, batch, machine("4090"), ZERO_INFINITY)
+        if trial.timeline is not None:
+            found = serial(rates(trial.hardware), paper.load(trial), PAGEABLE)
+            busy = 100 * found.computed_s / found.step_s
+            checks = {
+                f"batch {less}": partial(_busy, paper, less) for less in (batch // 2, batch // 4) if less
+            }  # fmt: skip
+            where = f"{paper.halfway}, 4090, batch {batch}"
+            table.add(where, "GPU busy", busy, "%", 0, 26, _parts(found), checks=checks)
+            return
+
+
+def _busy(paper: Fuyou, batch: int) -> float | None:
+    trial = paper.trial(paper.halfway, batch, machine("4090"), ZERO_INFINITY)
+    if trial.timeline is None:
+        return None
+    found = serial(rates(trial.hardware), paper.load(trial), PAGEABLE)
+    return 100 * found.computed_s / found.step_s
 
 
 def fig5(paper: Fuyou) -> Finding:
@@ -117,8 +167,8 @@ def _own(
     table.add(where, what, value, " TFLOPS", 0, claim, _why(paper, trial))
     if trial.step_s is not None:
         formula = paper.formula_tflops(trial) or 0.0
-        table.add(where, "by the formula, every block computed again", formula, " TFLOPS", 0, claim, beside=True)
-        table.add(where, "what the GPU computes", paper.computed_tflops(trial), " TFLOPS", 0, claim, beside=True)
+        table.add(where, "by the formula, every block computed again", formula, " TFLOPS", 0, claim, apart=ELSEWHERE)
+        table.add(where, "what the GPU computes", paper.computed_tflops(trial), " TFLOPS", 0, claim, apart=ELSEWHERE)
         found = best(rates(trial.hardware), paper.load(trial))
         what = f"its step / eq. 1 to 8, bound by {found.bound}"
         table.ratio(where, what, trial.step_s, found.step_s, said=TENTHS)
@@ -139,7 +189,12 @@ def _highest(table: FigureTable, paper: Fuyou, model: str, gpu: str, top: dict[s
     own, where = top.pop("Fuyou"), f"{model}, {gpu}"
     if own and (model, gpu) in FASTEST:
         why = f"at batch {batch} {_why(paper, paper.trial(model, batch, machine(gpu)))}"
-        table.add(where, "Fuyou, highest", own, " TFLOPS", 0, FASTEST[model, gpu], why)
+        faster = partial(_faster_disks, paper, model, gpu, batch)
+        checks = {f"disks {factor:g} times as fast": partial(faster, factor) for factor in (1.2, 1.5)}
+        table.add(where, "Fuyou, highest", own, " TFLOPS", 0, FASTEST[model, gpu], why, checks=checks)
+        if (name := "ZeRO-Infinity") in top and model == paper.usual and gpu == "4090":
+            follows = f"{FASTEST[model, gpu]:g} / {GAINS[name, gpu]:g}"
+            table.add(where, f"{name}, highest", top[name], " TFLOPS", 0, 45, apart=follows)
     for name, value in top.items():
         gain = GAINS.get((name, gpu)) if model == "13B" else None
         if gain and own and value:
@@ -149,12 +204,25 @@ def _highest(table: FigureTable, paper: Fuyou, model: str, gpu: str, top: dict[s
                 f"useful work is {value / rate:.0%} of what its GPU could do at its best batch here; the paper's "
                 f"number takes {own / gain / rate:.0%}"
             )
-            table.ratio(where, what, own, value, gain, said="", why=why)
+            checks = {"its transfers through pageable memory": partial(_pageable, paper, name, model, gpu, own)}
+            table.ratio(where, what, own, value, gain, said="", why=why, checks=checks)
         elif gain is None and model == "13B":
             why = "only the checkpoints of small batches lie on the GPU"
             table.words(where, name, "does not fit", "does not fit" if value is None else "fits", why)
         else:
             table.add(where, f"{name}, highest", value, " TFLOPS", 0)
+
+
+def _faster_disks(paper: Fuyou, model: str, gpu: str, batch: int, factor: float) -> float | None:
+    return paper.tflops(paper.trial(model, batch, with_rates(machine(gpu), ssd=factor)))
+
+
+def _pageable(paper: Fuyou, name: str, model: str, gpu: str, own: float) -> float | None:
+    """Fuyou's highest throughput over that of a rival whose GPU link has the rate of pageable memory."""
+    slow = machine(gpu).with_(h2d_bandwidth=PAGEABLE, d2h_bandwidth=PAGEABLE)
+    found = (paper.tflops(paper.trial(model, batch, slow, SYSTEMS[name])) for batch in paper.batches[model, gpu])
+    best_one = max((rate for rate in found if rate), default=None)
+    return own / best_one if best_one else None
 
 
 def _on_a_larger_model(table: FigureTable, paper: Fuyou) -> None:
@@ -197,9 +265,14 @@ def fig7(paper: Fuyou) -> Finding:
             bars["paper"].append(claim)
             speed, load = rates(ours.hardware), paper.load(ours)
             why = f"{_backward(speed, load)}; what overlaps saves the shorter of the two"
-            bars["ours"].append(table.ratio(where, what, apart.step_s, ours.step_s, claim, TENTHS, why=why))
+            checks = {
+                f"disks at {factor:g} of their rates": partial(_gain, paper, model, batch, ssd=factor)
+                for factor in (0.5, 1.5)
+            }
+            gain = table.ratio(where, what, apart.step_s, ours.step_s, claim, TENTHS, why=why, checks=checks)
+            bars["ours"].append(gain)
             what = "the same by eq. 1 to 8, checkpoints alone swapped"
-            table.ratio(where, what, apart_s(speed, load), step(speed, load).step_s, claim, "", beside=True)
+            table.ratio(where, what, apart_s(speed, load), step(speed, load).step_s, claim, "", apart=ELSEWHERE)
     chart = Bars("fig7", "Gain of overlapping backward and optimizer, 4090", "times as fast", groups, bars)
     return Finding(
         "fig7",
@@ -211,6 +284,17 @@ def fig7(paper: Fuyou) -> Finding:
         table,
         charts=[chart],
     )
+
+
+def _ratio_at(theirs: SimulatedStep, load: Load, pageable: float, ours_s: float | None) -> float | None:
+    return serial(rates(theirs.hardware), load, pageable).step_s / ours_s if ours_s else None
+
+
+def _gain(paper: Fuyou, model: str, batch: int, **factors: float) -> float | None:
+    """The gain of the overlap on a 4090 whose host has other rates."""
+    hardware = with_rates(machine("4090"), **factors)
+    apart, ours = (paper.trial(model, batch, hardware, line).step_s for line in (APART, FUYOU))
+    return apart / ours if apart and ours else None
 
 
 def fig8(paper: Fuyou) -> Finding:
@@ -227,9 +311,16 @@ def fig8(paper: Fuyou) -> Finding:
             groups.append(f"{gpu}\nx{batch}")
             bars["paper"].append(claim)
             why = f"ZeRO-Infinity's {_parts(found)}"
-            bars["ours"].append(table.ratio(where, what, found.step_s, ours.step_s, claim, TENTHS, why=why))
+            load = paper.load(theirs)
+            checks = {
+                f"pageable memory at {rate / 1e9:.2g} GB/s": partial(_ratio_at, theirs, load, rate, ours.step_s)
+                for rate in (PAGEABLE / 2, PAGEABLE / 1.5)
+            }
+            bars["ours"].append(
+                table.ratio(where, what, found.step_s, ours.step_s, claim, TENTHS, why=why, checks=checks)
+            )
             what = "the same, our program under its rules"
-            table.ratio(where, what, theirs.step_s, ours.step_s, claim, TENTHS, beside=True)
+            table.ratio(where, what, theirs.step_s, ours.step_s, claim, TENTHS, apart=ELSEWHERE)
     title = f"Pipelined swap without optimizer overlap, {paper.usual}"
     chart = Bars("fig8", title, "times ZeRO-Infinity", groups, bars)
     return Finding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...ir import ops
 from ...ir.calls import op_of
@@ -44,6 +45,7 @@ FLAT = Form("MiCS, plain gathers", shard="tier=device, hold=false, hierarchical=
 ONE_HOP = Form("MiCS, sums with every micro-batch", sums="every=micro-batch")
 ZERO3 = Form("MiCS (ZeRO-3)", shard="tier=device, hold=false, hierarchical=false")
 DEEPSPEED = Form("DeepSpeed", shard="tier=device, hold=false, hierarchical=false, prefetch=0")
+ZERO2 = Form("ZeRO-2", shard="tier=device, hold=true, hierarchical=false")
 OURS = Form("ours", remat="", shard="tier=device, prefetch=8", sums="")
 RIVALS = ((MICS, None), (DEEPSPEED, 0), (ZERO3, 0))  # with the number of shards: the model's own (None), all GPUs (0)
 NO_REMAT = replace(MICS, remat=""), replace(DEEPSPEED, remat=""), replace(ZERO3, remat="")
@@ -51,6 +53,18 @@ NO_REMAT = replace(MICS, remat=""), replace(DEEPSPEED, remat=""), replace(ZERO3,
 
 def hardware(kind: str, hosts: int) -> Hardware:
     return Hardware.preset(f"{kind}:{hosts}")
+
+
+def with_factors(machine: Hardware, bandwidth: float = 1.0, latency: float = 1.0, memory: float = 1.0) -> Hardware:
+    """The machine with a network of `bandwidth` times its rate, `latency` times the time to begin a transfer between
+    hosts, and GPUs of `memory` times their size."""
+    if (bandwidth, latency, memory) == (1.0, 1.0, 1.0) or machine.network is None:
+        return machine
+    network = machine.network.model_dump(exclude_defaults=True)
+    network |= {"bandwidth": bandwidth * machine.network.bandwidth, "latency_s": latency * machine.network.latency_s}
+    own: dict[str, Any] = {"memory": round(memory * machine.devices[0].memory_bytes),
+           "link_latency_s": latency * machine.devices[0].link_latency_s}  # fmt: skip
+    return machine.with_(network=network, **own)
 
 
 def spread(programs: Sequence[Program], gpus: int, shards: int) -> list[Program]:

@@ -7,24 +7,31 @@ from collections.abc import Sequence
 from ..figures import Bars, Curves
 from ..lab import SimulatedStep, share_of_bytes
 from ..report import Finding
-from ..table import INFINITE, FigureTable
+from ..rule import INFINITE
+from ..table import ELSEWHERE, FigureTable
 from .experiments import FAST, HALF, Mobius, topology
 
 
 def fig6(paper: Mobius) -> Finding:
     """Figure 6: bytes moved in a step."""
     table, hardware = FigureTable(), topology("2+2")
-    bars: dict[str, list[float | None]] = {"Mobius": [], "ZeRO-3 offload": []}
+    bars: dict[str, list[float]] = {"Mobius": [], "ZeRO-3 offload": []}
+    claims = dict(zip(bars, (1.8, 7.3)))
     for model in paper.models:
-        for name, step, claim in zip(bars, paper.rivals(model, hardware), (1.8, 7.3)):
+        for name, step in zip(bars, paper.rivals(model, hardware)):
             if step.timeline is None:
                 continue
             once = sum(t.moved_bytes for t in step.transfers) / step.model_bytes
             down, up = (moved / step.model_bytes for moved in step.device_bytes)
-            table.add(model, f"{name}, each copy once / model", once, "x", claim=claim, why=_parts(step))
-            table.add(model, f"{name}, both directions of all links / model", down + up, "x", claim=claim, beside=True)
-            table.add(model, f"{name}, to the GPUs / model", down, "x", claim=claim, beside=True)
+            for what, value in (("each copy once", once), ("both directions of all links", down + up),
+                                ("to the GPUs", down)):  # fmt: skip
+                table.add(model, f"{name}, {what} / model", value, "x", claim=claims[name], apart=ELSEWHERE)
             bars[name].append(once)
+    for name, values in bars.items():
+        if values:
+            why = _parts(paper.rivals(model, hardware)[list(bars).index(name)])
+            mean = sum(values) / len(values)
+            table.add("mean of the models", f"{name}, each copy once / model", mean, "x", claim=claims[name], why=why)
     chart = Bars("fig6", "Bytes a step, each copy once / model size", "model sizes", list(paper.models), bars)
     return Finding(
         "fig6",

@@ -13,7 +13,7 @@ from penstock.papers.everything import pages, summary, write_summary
 from penstock.papers.freshness import code_of, page_hash, small_steps, sources
 from penstock.papers.lab import Lab
 from penstock.papers.report import PAPERS, paper_module
-from penstock.papers.table import DIFFERS
+from penstock.papers.rule import DERIVED, DIFFERS, MEASURED, Changed, FigureRow, Tally, multiples, tally
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reproduce"
 FOUND = pages(PAGES)
@@ -47,9 +47,30 @@ def test_the_page_of_all_sums_up_the_others() -> None:
 @pytest.mark.parametrize("paper", PAPERS)
 def test_each_row_that_differs_has_its_own_reason(paper: str) -> None:
     for finding in FOUND[paper]["findings"]:
-        rows = [row for row in finding["rows"] if row["verdict"] == DIFFERS]
+        rows = [row for row in finding["rows"] if row["verdict"] == DIFFERS and row["kind"] != DERIVED]
         assert all(row["why"] for row in rows), finding["key"]
         assert len({row["why"] for row in rows}) > 1 or len(rows) < 3, f"one reason for all of {finding['key']}"
+
+
+def rows_of(paper: str) -> list[FigureRow]:
+    return [
+        FigureRow(**row | {"checks": tuple(Changed(**check) for check in row["checks"])})
+        for finding in FOUND[paper]["findings"] for row in finding["rows"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_numbers_that_differ_have_reasons_that_were_checked(paper: str) -> None:
+    """Each has at least one change beside it, and of four in five a change brings the number nearer."""
+    differing = [row for row in rows_of(paper) if row.kind == MEASURED and row.verdict == DIFFERS]
+    assert [f"{row.setting}, {row.quantity}" for row in differing if not row.checks] == []
+    assert sum(row.is_checked for row in differing) >= 0.8 * len(differing)
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_no_counted_row_is_true_by_construction(paper: str) -> None:
+    assert list(multiples(rows_of(paper))) == []
+    assert tally(rows_of(paper)) == Tally(**FOUND[paper]["tally"])
 
 
 def test_the_hash_is_of_code_and_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +97,9 @@ def test_a_summary_needs_all_pages(tmp_path: Path) -> None:
     leave(PAPERS[-1], FOUND[PAPERS[-1]])
     assert write_summary(tmp_path) == [tmp_path / "README.md"]
     assert (tmp_path / "README.md").read_text("utf-8") == summary(FOUND)
+
+
+def test_the_readme_says_how_many_numbers_agree() -> None:
+    whole = sum((Tally(**page["tally"]) for page in FOUND.values()), Tally())
+    said = f"| four papers' numbers, in simulation | {whole.agreeing} of {whole.measured} within 15% |"
+    assert said in (PAGES.parents[1] / "README.md").read_text("utf-8")
