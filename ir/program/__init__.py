@@ -23,6 +23,7 @@ from ..stages.stage import (
     aligned,
     dtype_bytes,
 )
+from .communicators import Communicator, add_communicator_waits, message_communicators, pair_of
 from .drain import Drain, computed_again, drain_of
 from .graphs import StageGraphs, graph_bytes, graphs_of_stages, no_graphs_text, reasons_without_graphs
 from .host_order import add_host_waits, judging_op, losses_of
@@ -97,6 +98,7 @@ __all__ = [
     "Account",
     "AgainSpec",
     "ArenaPlaces",
+    "Communicator",
     "Drain",
     "Earlier",
     "Exchange",
@@ -121,6 +123,7 @@ __all__ = [
     "TeamPart",
     "TensorSpec",
     "UnpackedSpec",
+    "add_communicator_waits",
     "add_host_waits",
     "aligned",
     "are_alike",
@@ -159,10 +162,12 @@ __all__ = [
     "losses_of",
     "members_of",
     "memory_change",
+    "message_communicators",
     "micro_batch_of",
     "no_graphs_text",
     "norm_device",
     "operands",
+    "pair_of",
     "parse_program",
     "part_of_form",
     "persistent_bytes",

@@ -1,0 +1,103 @@
+"""The communicators of GPUs, and which messages share one.
+
+NCCL runs what one communicator is given on a rank one after another, in the order of issue, whatever the streams. A
+program's sends are one such sequence already, and its receives another one. So messages may share a communicator if no
+device both sends and receives in it: that adds no wait, and what `check_deadlock` proves still holds. In one for both
+directions a receive that is issued ahead of its turn would hold up the sends that its peer needs first.
+
+`k` communicators are enough if each device can be given a set of k / 2 of them, in which it sends, that differs from
+the sets of all with which it exchanges messages: a message takes one that its sender has and its receiver has not. Two
+are enough for a line of devices, and for a ring of an even number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, count
+from math import comb
+
+from torch import fx
+
+from .. import ops
+from ..calls import op_of
+from .order import Order
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """`members`: its devices, in order of rank; `pairs`: the (source, destination) of the messages that it carries."""
+
+    members: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        return "messages/" + ",".join(f"{source}-{target}" for source, target in self.pairs)
+
+
+def message_communicators(pairs: Collection[tuple[int, int]]) -> list[Communicator]:
+    """The fewest communicators, by a greedy colouring, that carry messages between these pairs of devices. All devices
+    find the same."""
+    peers: dict[int, set[int]] = {}
+    for source, target in pairs:
+        peers.setdefault(source, set()).add(target)
+        peers.setdefault(target, set()).add(source)
+    found: list[Communicator] = []
+    done: set[int] = set()
+    for first in sorted(peers):
+        if first in done:
+            continue
+        colours = _colours(first, peers)
+        done |= colours.keys()
+        number = next(k for k in count(2) if comb(k, k // 2) > max(colours.values()))
+        sending = list(combinations(range(number), number // 2))
+        carried: dict[int, list[tuple[int, int]]] = {}
+        for source, target in sorted(pair for pair in set(pairs) if pair[0] in colours):
+            free = set(sending[colours[source]]) - set(sending[colours[target]])
+            carried.setdefault(min(free), []).append((source, target))
+        for _, own in sorted(carried.items()):
+            found.append(Communicator(tuple(sorted({device for pair in own for device in pair})), tuple(own)))
+    return found
+
+
+def _colours(first: int, peers: Mapping[int, Collection[int]]) -> dict[int, int]:
+    """Numbers, of the devices that messages join to `first`, that differ between any two that exchange messages."""
+    colours: dict[int, int] = {}
+    order = [first]
+    for device in order:  # grows while it is walked
+        taken = {colours[peer] for peer in peers[device] if peer in colours}
+        colours[device] = next(colour for colour in count() if colour not in taken)
+        order += [peer for peer in sorted(peers[device]) if peer not in order]
+    return colours
+
+
+def pair_of(device: int, node: fx.Node, peer: int) -> tuple[int, int]:
+    """The source and the destination of a message that a device sends or receives."""
+    return (device, peer) if node.target is ops.send else (peer, device)
+
+
+def add_communicator_waits(order: Order, programs: Sequence[Program], on_gpu: Collection[int]) -> None:
+    """Let what a GPU gives to one communicator wait for what it gave to it before. If no ring of waits comes of it,
+    there is one order of all operations of all GPUs that agrees with the order of issue in each communicator.
+
+    A GPU's communicators hold no more kernels at once than it has streams of messages and collectives, which is three.
+    """
+    messages = [(p.device, n, order.work_of[n].peer) for p in programs for n in p.ops() if op_of(n).meets == ops.PEER]
+    pairs = {pair_of(*message) for message in messages}
+    carriers = {pair: each.name for each in message_communicators(pairs) for pair in each.pairs}
+    for program in programs:
+        last: dict[str, int] = {}
+        for node in program.ops() if program.device in on_gpu else ():
+            work, index = order.work_of[node], order.task_of[node]
+            name = ""
+            if op_of(node).meets == ops.PEER:
+                name = carriers[pair_of(program.device, node, work.peer)]
+            elif op_of(node).meets == ops.GROUP and ops.DRAM not in (work.source, work.target):
+                members = {device for device, _, _ in program.interface.groups.get(work.group, ())}
+                name = f"group/{','.join(map(str, sorted(members))) or work.group}"
+            if name:
+                if name in last:
+                    order.tasks[index].waits.append((last[name], f"follows in the communicator {name}"))
+                last[name] = index
