@@ -23,7 +23,14 @@ from ..stages.stage import (
     aligned,
     dtype_bytes,
 )
-from .communicators import Communicator, add_communicator_waits, message_communicators, pair_of
+from .communicators import (
+    MESSAGE_BLOCKS,
+    Communicator,
+    add_communicator_waits,
+    gpu_connections,
+    message_communicators,
+    pair_of,
+)
 from .drain import Drain, computed_again, drain_of
 from .graphs import StageGraphs, graph_bytes, graphs_of_stages, no_graphs_text, reasons_without_graphs
 from .host_order import add_host_waits, judging_op, losses_of
@@ -88,6 +95,7 @@ __all__ = [
     "FIRST_FORM",
     "FORM",
     "HOOK_PORTION_ELEMENTS",
+    "MESSAGE_BLOCKS",
     "MOST_FORMS",
     "ON_DEVICE",
     "PAGE",
@@ -145,6 +153,7 @@ __all__ = [
     "find_cycle",
     "first_micro_batches",
     "found_sizes",
+    "gpu_connections",
     "graph_bytes",
     "graphs_of_stages",
     "group_name",

@@ -8,6 +8,12 @@ directions a receive that is issued ahead of its turn would hold up the sends th
 `k` communicators are enough if each device can be given a set of k / 2 of them, in which it sends, that differs from
 the sets of all with which it exchanges messages: a message takes one that its sender has and its receiver has not. Two
 are enough for a line of devices, and for a ring of an even number.
+
+What is taken of a GPU's memory is known from NCCL 2.30's source. In each of its channels a connection has buffers for
+three protocols, 512 KiB, 4.69 MiB and 4 MiB (`computeBuffSizes` in init.cc), which lie at the receiver, and a head at
+the sender, both in whole 2 MiB (transport/p2p.cc). With another host both sides have buffers (transport/net.cc);
+without P2P they lie in host memory (transport/shm.cc). A ring connects each member to the next, and a tree of more than
+two does so once more.
 """
 
 from __future__ import annotations
@@ -21,8 +27,17 @@ from torch import fx
 
 from .. import ops
 from ..calls import op_of
+from ..machine.hardware import Hardware
 from .order import Order
-from .program import Program
+from .program import Program, work_of
+
+RECEIVER_BYTES, SENDER_BYTES = 10 << 20, 2 << 20  # of a channel of a connection
+# The most blocks of a kernel of messages, each of which holds an SM while it waits, so the most channels of a
+# connection. NCCL's own choice is two for each NVLink, rounded up to a power of two (`ncclTopoGetNchannels` in
+# graph/paths.cc), and two over PCIe and to another host.
+MESSAGE_BLOCKS = 16
+GROUP_CHANNELS = 32  # of a group over NVLink, at most
+OTHER_CHANNELS = 2
 
 
 @dataclass(frozen=True)
@@ -101,3 +116,58 @@ def add_communicator_waits(order: Order, programs: Sequence[Program], on_gpu: Co
                 if name in last:
                     order.tasks[index].waits.append((last[name], f"follows in the communicator {name}"))
                 last[name] = index
+
+
+@dataclass(frozen=True)
+class GpuConnections:
+    """What NCCL makes for a program on its GPU: the numbers of communicators for messages and for groups, the
+    connections of both, each in one direction, and the most bytes of their buffers."""
+
+    messages: int
+    groups: int
+    connections: int
+    num_bytes: int
+
+
+def gpu_connections(programs: Sequence[Program], hardware: Hardware) -> dict[int, GpuConnections]:
+    """Per device that is a GPU and meets others. The programs are of one function, with the machine's devices."""
+    pairs: set[tuple[int, int]] = set()
+    groups: dict[int, dict[tuple[int, ...], set[str]]] = {}  # by members, how they meet
+    for program in programs:
+        own = groups.setdefault(program.device, {})
+        for node in program.ops():
+            work = work_of(program, node)
+            if op_of(node).meets == ops.PEER:
+                pairs.add(pair_of(program.device, node, work.peer))
+            elif op_of(node).meets == ops.GROUP and ops.DRAM not in (work.source, work.target):
+                members = tuple(dict.fromkeys(row[0] for row in program.interface.groups[work.group]))
+                own.setdefault(members, set()).add(work.pattern)
+    carriers = message_communicators(pairs)
+    found = {}
+    for device, own in groups.items():
+        ways = [(pair, MESSAGE_BLOCKS) for pair in pairs if device in pair]
+        own = {members: patterns for members, patterns in own.items() if len(members) > 1}
+        for members, patterns in own.items():
+            here, count = members.index(device), len(members)
+            near = [(members[here - 1], device), (device, members[(here + 1) % count])]
+            ways += [(pair, GROUP_CHANNELS) for pair in near * (1 if count == 2 else 2)]
+            peers = set(members) - {device} if ops.PAIRS in patterns else set()
+            peers |= {near[0][0], near[1][1]} if ops.RING_STEP in patterns else set()
+            ways += [(pair, GROUP_CHANNELS) for peer in peers for pair in ((peer, device), (device, peer))]
+        if ways and hardware.devices[device].kind == "cuda":
+            num_bytes = sum(_buffer_bytes(hardware, device, pair, channels) for pair, channels in ways)
+            number = sum(device in each.members for each in carriers)
+            found[device] = GpuConnections(number, len(own), len(ways), num_bytes)
+    return found
+
+
+def _buffer_bytes(hardware: Hardware, device: int, pair: tuple[int, int], channels: int) -> int:
+    """The bytes that one direction of a connection takes at one of its ends."""
+    source, target = (hardware.devices[end] for end in pair)
+    if source.host != target.host:
+        return OTHER_CHANNELS * RECEIVER_BYTES
+    host = hardware.hosts[source.host]
+    if host.nvlink_bandwidth is None:
+        direct = host.p2p and source.root_complex == target.root_complex
+        channels = OTHER_CHANNELS if direct else 0
+    return channels * (SENDER_BYTES if device == pair[0] else RECEIVER_BYTES)

@@ -26,7 +26,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PlanError
-from ...ir.program import Program, message_communicators, pair_of, work_of
+from ...ir.program import MESSAGE_BLOCKS, Program, message_communicators, pair_of, work_of
 from ..accelerator import give_back
 from ..torch_names import gloo_options
 from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
@@ -35,9 +35,6 @@ LOOPBACK = "127.0.0.1"
 # NCCL would count from when a message is issued, and a receive may be issued a step early. Whoever runs the devices
 # looks after them.
 NEVER = timedelta(seconds=1e7)
-# How many blocks, each of which holds an SM while it waits, a kernel of messages may have. NCCL's own choice is two for
-# each NVLink, rounded up to a power of two (ncclTopoGetNchannels in its graph/paths.cc), and 2 over PCIe.
-MESSAGE_BLOCKS = 16
 # torch tells whoever sends through the communicator of a group that its messages wait for each other, as is meant here.
 SERIAL_SETTING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 SUM, GATHER, SCATTER = "sum", "gather", "scatter"  # beside `ops.PAIRS` and `ops.RING_STEP`

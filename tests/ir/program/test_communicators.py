@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from penstock.ir import ops
 from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import Interface, Program, communicators, message_communicators, place_frees
+from penstock.ir.program import (
+    Interface,
+    Program,
+    communicators,
+    gpu_connections,
+    message_communicators,
+    place_frees,
+)
 from penstock.ir.program.communicators import Communicator
 from penstock.ir.verify.case import Case
 from penstock.ir.verify.devices import check_deadlock
@@ -140,3 +147,20 @@ def test_one_communicator_for_both_directions_is_refused(monkeypatch: pytest.Mon
     text = str(caught.value)
     assert "deadlock, 2 places wait in a ring" in text and "follows in the communicator messages/0-1,1-0" in text
     assert 'rt.send(x, dst=1, tag="t0")' in text and 'rt.recv("stage0.h1", src=1, tag="t1")' in text
+
+
+@pytest.mark.parametrize(
+    ("machine", "megabytes"),
+    [
+        ("rtx4090x4", 0),  # without P2P the buffers lie in DRAM
+        ("a100-80gbx4", 2 * 16 * 12 + 32 * 24),  # in the middle of a line, and in a ring and a tree
+    ],
+)
+def test_what_the_communicators_of_a_gpu_take(machine: str, megabytes: int) -> None:
+    programs = pipeline(4, 4, 2, clip=True, fetched=False)
+    found = gpu_connections(programs, Hardware.from_any(machine))
+    assert [(each.messages, each.groups, each.connections) for each in found.values()] == [
+        (2, 1, 6), (2, 1, 8), (2, 1, 8), (2, 1, 6)
+    ]  # fmt: skip
+    assert found[1].num_bytes == megabytes << 20
+    assert not gpu_connections(programs, Hardware.cpu(4))
