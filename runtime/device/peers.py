@@ -27,7 +27,7 @@ from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PlanError
 from ...ir.program import MESSAGE_BLOCKS, Program, message_communicators, pair_of, work_of
-from ..accelerator import give_back
+from ..accelerator import give_back, settle
 from ..torch_names import gloo_options
 from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
 
@@ -133,6 +133,7 @@ class PeerLink:
                 self.send(first, target, tags[0])
             else:
                 self.recv(first, source, tags[0])
+            settle(self.device)
 
     def _connect_group(self, name: str, members: list[int], memory: str) -> None:
         rank = members.index(self.index)
@@ -150,9 +151,8 @@ class PeerLink:
         """Do what the programs will do in a group, each at its size, by which NCCL chooses an algorithm, and with it
         connections."""
         count = len(self.groups[name])
-        self.sum(torch.zeros(1, device=self.device), name)
-        self.gather(torch.zeros(1, device=self.device), name)
-        for use in sorted(set(uses)):
+        for use in (Use(SUM, 4 * count), Use(GATHER, 4 * count), *sorted(set(uses))):
+            settle(self.device)
             rows = torch.zeros(count, max(1, use.num_bytes // (4 * count)), device=self.device)
             if use.pattern == ops.RING_STEP:
                 self.pass_on(rows[0], name, use.flag)

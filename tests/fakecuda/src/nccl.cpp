@@ -178,7 +178,7 @@ ncclResult_t connect(Comm* comm, const std::vector<Op>& ops, Others& others) {
     if (message) others.push_back({comm, &pair->ends[op.what == SEND]});
     else for (int r = 0; r < comm->size; r++) others.push_back({comm, &comm->shared->seats[r].connected[large]});
     megabytes += size_t(channels(comm)) * (op.what == SEND ? 2 : op.what == RECV ? 10 : 12);
-    fakecuda_note("nccl connections", 1);
+    fakecuda_note("nccl connections", message ? 1 : 2);
   }
   if (!megabytes) return ncclSuccess;
   int count = fakecuda_messages(comm->device);
