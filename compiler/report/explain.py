@@ -159,7 +159,7 @@ def _pools(programs: Sequence[Program], hardware: Hardware) -> Iterator[str]:
 
 
 def _connections(programs: Sequence[Program], hardware: Hardware) -> Iterator[str]:
-    """What NCCL makes on each GPU, for the devices of one lane: those of others have the same."""
+    """The communicators of NCCL on each GPU, for the devices of one lane: those of others have the same."""
     rows: dict[str, list[str]] = {}
     for device, found in gpu_connections([bind_one(program, 0) for program in programs], hardware).items():
         reserve = hardware.devices[device].reserve

@@ -10,9 +10,9 @@ the sets of all with which it exchanges messages: a message takes one that its s
 are enough for a line of devices, and for a ring of an even number.
 
 What is taken of a GPU's memory is known from NCCL 2.30's source. In each of its channels a connection has buffers for
-three protocols, 512 KiB, 4.69 MiB and 4 MiB (`computeBuffSizes` in init.cc), which lie at the receiver, and a head at
-the sender, both in whole 2 MiB (transport/p2p.cc). With another host both sides have buffers (transport/net.cc);
-without P2P they lie in host memory (transport/shm.cc). A ring connects each member to the next, and a tree of more than
+three protocols, 512 KiB, 4.69 MiB and 4 MiB (`computeBuffSizes` in init.cc), at the receiver, and a head at the sender,
+both in whole 2 MiB (transport/p2p.cc). With another host both sides have buffers (transport/net.cc); without P2P host
+memory has them (transport/shm.cc). A ring connects each member to the next, and a tree of more than
 two does so once more.
 """
 
@@ -120,8 +120,8 @@ def add_communicator_waits(order: Order, programs: Sequence[Program], on_gpu: Co
 
 @dataclass(frozen=True)
 class GpuConnections:
-    """What NCCL makes for a program on its GPU: the numbers of communicators for messages and for groups, the
-    connections of both, each in one direction, and the most bytes of their buffers."""
+    """The numbers of communicators that NCCL makes on a GPU, for messages and for groups, and of their connections in
+    one direction; the most bytes of their buffers."""
 
     messages: int
     groups: int

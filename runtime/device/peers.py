@@ -42,7 +42,7 @@ INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
 
 
 class Use(NamedTuple):
-    """What programs do in a group of GPUs, with a whole value of so many bytes. `flag`: of a gather whether it is
+    """An operation of programs in a group of GPUs, with the bytes of the whole value. `flag`: of a gather whether it is
     hierarchical, of a step round the ring whether it goes back."""
 
     pattern: str

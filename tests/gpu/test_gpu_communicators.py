@@ -1,4 +1,4 @@
-"""The communicators of a program on emulated GPUs are those of its plan; what NCCL does not forgive is noticed there."""
+"""The communicators of a program on emulated GPUs are those of its plan, and faults that NCCL does not forgive show."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ os._exit(0)
 
 
 def run(count: int, folder: Path, fault: str = "", **settings: str) -> list[tuple[str, str]]:
-    """What each device has printed and complained of."""
-    environment = {**os.environ, "FAKECUDA_DEVICES": str(count), "FAKECUDA_VERBOSE": "1", "FAKECUDA_STATS": ""} | settings
+    """The output of each device, and its complaints."""
+    environment = {**os.environ, "FAKECUDA_DEVICES": str(count), "FAKECUDA_VERBOSE": "1", "FAKECUDA_STATS": ""}
     arguments = [str(count), str(folder / "store"), fault]
     members = [
         subprocess.Popen(
-            [sys.executable, "-c", MEMBER, str(index), *arguments], env=environment, stdout=subprocess.PIPE,
+            [sys.executable, "-c", MEMBER, str(index), *arguments], env=environment | settings, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
         )
         for index in range(count)
     ]  # fmt: skip
     try:
-        return [member.communicate(timeout=150) for member in members]
+        return [member.communicate(timeout=240) for member in members]
     finally:
         for member in members:
             member.kill()
@@ -98,7 +98,7 @@ def counter(name: str, said: str) -> int:
 def test_a_program_makes_what_its_plan_says_and_nothing_beside_a_message(tmp_path: Path) -> None:
     hardware = Hardware.from_any("rtx4090x4").with_(p2p=True)
     planned = gpu_connections(pipeline(4, 4, 2, clip=True, fetched=False), hardware)
-    found = run(4, tmp_path, FAKECUDA_LAZY="2", FAKECUDA_SMS="7")  # three kernels of two blocks, and one SM for all else
+    found = run(4, tmp_path, FAKECUDA_LAZY="2", FAKECUDA_SMS="7")  # of three kernels of two blocks, and of all else
     for index, (printed, said) in enumerate(found):
         assert printed == "done\n", said
         plan = planned[index]
@@ -115,8 +115,6 @@ def test_a_program_makes_what_its_plan_says_and_nothing_beside_a_message(tmp_pat
         ("few SMs", {"FAKECUDA_SMS": "4"}, "hold 4 of 4 SMs"),
     ],
 )
-def test_what_nccl_does_not_forgive_is_noticed(
-    fault: str, settings: dict[str, str], sign: str, tmp_path: Path
-) -> None:
+def test_what_nccl_does_not_forgive_is_noticed(fault: str, settings: dict[str, str], sign: str, tmp_path: Path) -> None:
     found = run(2, tmp_path, fault, **settings)
     assert any(sign in printed + said for printed, said in found), found

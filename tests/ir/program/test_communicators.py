@@ -64,7 +64,7 @@ GPUS = Hardware.from_any("rtx4090x4")
 
 
 def one_for_all(pairs: Collection[tuple[int, int]]) -> list[Communicator]:
-    """What would be enough if nothing waited in a communicator."""
+    """The communicator that would be enough if nothing waited in one."""
     return [Communicator(tuple(sorted({device for pair in pairs for device in pair})), tuple(sorted(pairs)))]
 
 
@@ -88,7 +88,7 @@ def programs_of(messages: Messages, orders: Orders) -> list[Program]:
 
 
 def ends(messages: Messages, orders: Orders, shared: Sequence[Communicator]) -> bool:
-    """Whether all messages are delivered where each device runs its sends, its receives, and what it gives to each
+    """True if all messages are delivered where each device runs its sends, its receives, and what it gives to each
     communicator one after another, and a message needs both sides."""
     carriers = {pair: each for each in shared for pair in each.pairs}
     left = [list(numbers) for numbers in orders]
@@ -152,7 +152,7 @@ def test_one_communicator_for_both_directions_is_refused(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("machine", "megabytes"),
     [
-        ("rtx4090x4", 0),  # without P2P the buffers lie in DRAM
+        ("rtx4090x4", 0),  # without P2P the buffers are in DRAM
         ("a100-80gbx4", 2 * 16 * 12 + 32 * 24),  # in the middle of a line, and in a ring and a tree
     ],
 )
