@@ -27,7 +27,7 @@ from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PlanError
 from ...ir.program import MESSAGE_BLOCKS, Program, message_communicators, pair_of, work_of
-from ..accelerator import give_back, settle
+from ..accelerator import give_back, require_free_launches, settle
 from ..torch_names import gloo_options
 from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
 
@@ -117,6 +117,7 @@ class PeerLink:
     def _connect_messages(self, orders: Mapping[tuple[int, int], Sequence[str]]) -> None:
         """All devices walk over communicators and pairs in the same order, since both sides of a first message block
         until the other side is there."""
+        require_free_launches()
         rows = [json.loads(self._store.get(f"pairs/{device}")) for device in range(self._num_devices)]
         for each in message_communicators({(source, target) for row in rows for source, target in row}):
             if self.index not in each.members:
