@@ -256,13 +256,13 @@ def _one_of_two(rank: int, path: str, sizes: Sequence[int]) -> dict[str, Any]:
     store, largest = dist.FileStore(path, 2), sizes[-1]
     uses = [*(Use(pattern, largest) for pattern in (SUM, GATHER, SCATTER, PAIRS)), Use(SUM, MIB)]
 
-    def taken(name: str, *connections: Any) -> tuple[PeerLink, float]:
+    def measure(name: str, *connections: Any) -> tuple[PeerLink, float]:
         free_bytes = torch.cuda.mem_get_info()[0]
         link = PeerLink(dist.PrefixStore(name, store), rank, 2, {"both": [0, 1]}, device, hostname=LOOPBACK)
         link.connect(*connections)
         return link, (free_bytes - torch.cuda.mem_get_info()[0]) / MIB
 
-    messages = taken("messages", {(0, 1): ["there"], (1, 0): ["back"]}, {})
-    group = taken("group", {}, {"both": DEVICE}, {"both": uses})
+    messages = measure("messages", {(0, 1): ["there"], (1, 0): ["back"]}, {})
+    group = measure("group", {}, {"both": DEVICE}, {"both": uses})
     rates = message_rates(dist.PrefixStore("rates", store), rank, sizes, LOOPBACK, device)
     return {"messages": messages[1], "group": group[1], "rates": rates}

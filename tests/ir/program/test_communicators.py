@@ -1,4 +1,4 @@
-"""Which messages share a communicator, and what the communicators of programs take."""
+"""The communicators of messages, their memory, and the order in which they run what they are given."""
 
 from __future__ import annotations
 
