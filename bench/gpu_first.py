@@ -1,7 +1,7 @@
 """The first hour on a real GPU: five calls of less than ten minutes each, and one row a figure, written at once.
 
     1  probe     what the machine has; its rates; context and libraries, locked pages, copies both ways, what the host
-                 pays for an instruction, AdamW, NCCL with one rank
+                 pays for an instruction, AdamW, NCCL with one rank, and with two where there are two GPUs
     2  tests     every test for a GPU, with streams delayed at random and memory poisoned; parity
     3  speed     steps against eager and against max(computation, copies, optimizer), with the time that kernels were
                  at work, by torch's profiler, and snapshots of the allocator

@@ -50,6 +50,9 @@ CUDA = Vendor("CUDA_DEVICE_MAX_CONNECTIONS", 32, ("CUDA_VISIBLE_DEVICES",))
 # HIP makes 4 queues unless told otherwise; 16 is one for each stream of a device and those of its messages.
 ROCM = Vendor("GPU_MAX_HW_QUEUES", 16, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# Settings of CUDA, torch and NCCL under which a launch waits for kernels of other streams, and the values that do not.
+BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_LAUNCH_ORDER_IMPLICIT")
+FALSE = ("", "0", "n", "no", "f", "false")
 LACKING = {
     "xpu": (
         "memory of the host that it locks for copies by the GPU (cudaHostRegister has no counterpart in torch.xpu), "
@@ -364,6 +367,17 @@ def take_queues() -> None:
         raise HardwareError(
             f"{setting}: {why}; a receive could then hold up the computation that its sender waits for. Start the "
             f"script with {setting}={number} in its environment"
+        )
+
+
+def require_free_launches() -> None:
+    """Raises `HardwareError` if the environment lets a launch wait for an earlier receive on another stream: two
+    devices that send to each other could then wait for ever."""
+    found = next((name for name in BLOCKING if os.environ.get(name, "0").lower() not in FALSE), None)
+    if found is not None:
+        raise HardwareError(
+            f"{found}: it is {os.environ[found]}; messages between GPUs would wait for each other. Start the script "
+            f"with {found}=0 in its environment, or without it"
         )
 
 

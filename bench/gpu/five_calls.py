@@ -17,7 +17,7 @@ SIDES = {
 EXTENSIONS = Part(5, "extensions", 90)
 MACHINE = Part(1, "machine", 30)  # rows of the call itself
 HARDWARE = Part(1, "hardware", 100)
-PROBED = {"context": 40, "pinning": 70, "copies": 40, "host": 60, "adam": 130, "nccl": 50}
+PROBED = {"context": 40, "pinning": 70, "copies": 40, "host": 60, "adam": 130, "nccl": 50, "pair": 45}
 TESTS = Part(2, "tests", 400, tries=6)  # each goes on where the last stopped
 PARITY = Part(2, "parity", 130)
 SPEED = {"step-time": 90, "accounting": 90, "swapping": 90, "large-model": 120, "long-sequence": 150}

@@ -12,7 +12,7 @@ from ...graph.loss_terms import LossTerm
 from ...ir import ops
 from ...ir.machine.describe import shared_texts
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Drain, Program, pooled_bytes
+from ...ir.program import Drain, Program, bind_one, gpu_connections, pooled_bytes
 from ...ir.units import format_bytes, format_seconds
 from ...passes.base import Explanation
 from ...passes.decisions import Lanes
@@ -128,6 +128,7 @@ def _prediction(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> 
         begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
         lines += _wrap(f"{begin}: ", held) if held else [begin]
     lines += _pools(programs, hardware)
+    lines += [line for text in _connections(programs, hardware) for line in _wrap("  ", [text])]
     lines += [f"  {text}" for text in shared_texts(hardware)]
     lines += _own_copies(hardware)
     lines += _copies(p.copied_bytes, hardware)
@@ -155,6 +156,20 @@ def _pools(programs: Sequence[Program], hardware: Hardware) -> Iterator[str]:
             begin = f"  {device.name:6} its streams may come to hold {format_bytes(held_bytes)}"
             over = f"{format_bytes(held_bytes - device.budget_bytes)} more than the budget"
             yield from _wrap(f"{begin}, {over}: ", ["memory that one stream has let go of, no other one can take"])
+
+
+def _connections(programs: Sequence[Program], hardware: Hardware) -> Iterator[str]:
+    """The communicators of NCCL on each GPU, for the devices of one lane: those of others have the same."""
+    rows: dict[str, list[str]] = {}
+    for device, found in gpu_connections([bind_one(program, 0) for program in programs], hardware).items():
+        reserve = hardware.devices[device].reserve
+        stated_bytes = 0 if reserve is None else reserve.messages_bytes
+        words = [f"{found.messages} for messages"] * (found.messages > 0)
+        words += [f"{found.groups} for groups"] * (found.groups > 0)
+        more = f", of which {format_bytes(stated_bytes)} are reserved" if found.num_bytes > stated_bytes else ""
+        text = f"communicators: {' and '.join(words)}, {found.connections} connections, buffers up to "
+        rows.setdefault(f"{text}{format_bytes(found.num_bytes)}{more}", []).append(hardware.devices[device].name)
+    yield from (f"  {text}, on {', '.join(names)}" for text, names in rows.items())
 
 
 def _own_copies(hardware: Hardware) -> Iterator[str]:

@@ -23,6 +23,14 @@ from ..stages.stage import (
     aligned,
     dtype_bytes,
 )
+from .communicators import (
+    MESSAGE_BLOCKS,
+    Communicator,
+    add_communicator_waits,
+    gpu_connections,
+    message_communicators,
+    pair_of,
+)
 from .drain import Drain, computed_again, drain_of
 from .graphs import StageGraphs, graph_bytes, graphs_of_stages, no_graphs_text, reasons_without_graphs
 from .host_order import add_host_waits, judging_op, losses_of
@@ -87,6 +95,7 @@ __all__ = [
     "FIRST_FORM",
     "FORM",
     "HOOK_PORTION_ELEMENTS",
+    "MESSAGE_BLOCKS",
     "MOST_FORMS",
     "ON_DEVICE",
     "PAGE",
@@ -97,6 +106,7 @@ __all__ = [
     "Account",
     "AgainSpec",
     "ArenaPlaces",
+    "Communicator",
     "Drain",
     "Earlier",
     "Exchange",
@@ -121,6 +131,7 @@ __all__ = [
     "TeamPart",
     "TensorSpec",
     "UnpackedSpec",
+    "add_communicator_waits",
     "add_host_waits",
     "aligned",
     "are_alike",
@@ -142,6 +153,7 @@ __all__ = [
     "find_cycle",
     "first_micro_batches",
     "found_sizes",
+    "gpu_connections",
     "graph_bytes",
     "graphs_of_stages",
     "group_name",
@@ -159,10 +171,12 @@ __all__ = [
     "losses_of",
     "members_of",
     "memory_change",
+    "message_communicators",
     "micro_batch_of",
     "no_graphs_text",
     "norm_device",
     "operands",
+    "pair_of",
     "parse_program",
     "part_of_form",
     "persistent_bytes",

@@ -13,6 +13,7 @@ from ..program import (
     MemoryProfile,
     Order,
     Program,
+    add_communicator_waits,
     add_host_waits,
     budget_excess_text,
     build_order,
@@ -110,12 +111,13 @@ def _meeting(program: Program, node: fx.Node) -> str:
 
 
 def check_deadlock(case: Case) -> None:
-    """Every op can start: no ring of ops that wait for each other over operands, streams, messages, memory, and the
-    hosts that issue the ops of GPUs."""
+    """Every op can start: no ring of ops that wait for each other over operands, streams, messages, memory, and of GPUs
+    communicators and the hosts that issue their ops."""
     order = build_order(case.programs, case.memories)
     if case.hardware is not None:
         owners = {program.device: case.hardware.devices[program.device] for program in case.programs}
         gpus = [device for device, owner in owners.items() if owner.kind == "cuda"]
+        add_communicator_waits(order, case.programs, gpus)
         add_host_waits(order, case.programs, gpus)
     fail_on_ring(case, order)
 

@@ -1,5 +1,9 @@
 """The connections of devices: sends, receives and sums on torch.distributed, gloo for host memory, NCCL between GPUs.
 
+A communicator of NCCL takes memory of the GPU, more for each peer that it is used with, and it takes that when it is
+first used so: the host then waits until the peer does the same, and the GPU until all its kernels are over. All that
+the programs will use is used once here, while nothing is under way.
+
 Backends are made directly from a store, so the process's own default group is neither needed nor touched. Host traffic
 blocks the calling thread (one thread per stream); NCCL traffic is enqueued on the current CUDA stream. On gloo, a peer
 that dies raises an error at once, and a silent one after `timeout_s`; on NCCL neither does.
@@ -11,18 +15,19 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PlanError
-from ...ir.program import Program, work_of
-from ..accelerator import settle
+from ...ir.program import MESSAGE_BLOCKS, Program, message_communicators, pair_of, work_of
+from ..accelerator import give_back, require_free_launches, settle
 from ..torch_names import gloo_options
 from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
 
@@ -30,7 +35,19 @@ LOOPBACK = "127.0.0.1"
 # NCCL would count from when a message is issued, and a receive may be issued a step early. Whoever runs the devices
 # looks after them.
 NEVER = timedelta(seconds=1e7)
+# torch tells whoever sends through the communicator of a group that its messages wait for each other, as is meant here.
+SERIAL_SETTING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+SUM, GATHER, SCATTER = "sum", "gather", "scatter"  # beside `ops.PAIRS` and `ops.RING_STEP`
 INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
+
+
+class Use(NamedTuple):
+    """An operation of programs in a group of GPUs, with the bytes of the whole value. `flag`: of a gather whether it is
+    hierarchical, of a step round the ring whether it goes back."""
+
+    pattern: str
+    num_bytes: int
+    flag: bool = False
 
 
 class PeerLink:
@@ -62,7 +79,9 @@ class PeerLink:
         self._everyone = self._gloo("messages", device_index, num_devices)
         self._gloo_groups: dict[str, Any] = {}
         self._nccl_groups: dict[str, Any] = {}
-        self._nccl_pairs: dict[tuple[int, int], Any] = {}
+        self._nccl_sets: dict[tuple[int, ...], Any] = {}  # by the members: groups of the same ones share one
+        self._num_devices = num_devices
+        self._routes: dict[tuple[int, int], tuple[Any, int]] = {}  # of messages: communicator, and the peer's rank
         self._tags: dict[tuple[int, int], dict[str, int]] = {}
         self._single = {name for name, members in self.groups.items() if len(members) == 1}
         self._seats = {
@@ -70,21 +89,52 @@ class PeerLink:
             for name, members in self.groups.items()
         }
 
-    def connect(self, orders: Mapping[tuple[int, int], Sequence[str]], group_memories: Mapping[str, str]) -> None:
+    def connect(
+        self,
+        orders: Mapping[tuple[int, int], Sequence[str]],
+        group_memories: Mapping[str, str],
+        uses: Mapping[str, Sequence[Use]] = MappingProxyType({}),
+    ) -> None:
         """Make every connection that the programs need.
 
         `orders`: see `message_orders`. `group_memories`: per group, the memory of this device's part. NCCL
-        sums a group whose parts are all in GPUs, gloo any other. Raises `PlanError` if two GPUs would exchange messages
-        in different orders, which NCCL cannot do.
+        sums a group whose parts are all in GPUs, gloo any other. `uses`: see `group_uses`. Raises `PlanError` if two
+        GPUs would exchange messages in different orders, which NCCL cannot do.
         """
         self._tags = {pair: {tag: i for i, tag in enumerate(sorted(set(tags)))} for pair, tags in orders.items()}
-        if self.device.type == "cuda":
-            for (src, dst), tags in sorted(orders.items()):
-                self._agree_on_order(src, dst, tags)
-                self._nccl_pairs[src, dst] = self._nccl_pair(src, dst)
+        on_gpu = self.device.type == "cuda"
+        self._store.set(f"pairs/{self.index}", json.dumps(sorted(orders) if on_gpu else []))
+        if on_gpu and orders:
+            self._connect_messages(orders)
         for name, memory in sorted(group_memories.items()):
             if name not in self._single:
                 self._connect_group(name, self.groups[name], memory)
+                if name in self._nccl_groups:
+                    self._use_once(name, uses.get(name, ()))
+        if on_gpu:
+            give_back(self.device)
+
+    def _connect_messages(self, orders: Mapping[tuple[int, int], Sequence[str]]) -> None:
+        """All devices walk over communicators and pairs in the same order, since both sides of a first message block
+        until the other side is there."""
+        require_free_launches()
+        rows = [json.loads(self._store.get(f"pairs/{device}")) for device in range(self._num_devices)]
+        for each in message_communicators({(source, target) for row in rows for source, target in row}):
+            if self.index not in each.members:
+                continue
+            group = self._nccl(each.name, each.members, MESSAGE_BLOCKS)
+            for source, target in each.pairs:
+                if self.index in (source, target):
+                    peer = target if self.index == source else source
+                    self._routes[source, target] = group, each.members.index(peer)
+        first = torch.zeros(1, device=self.device)
+        for (source, target), tags in sorted(orders.items()):
+            self._agree_on_order(source, target, tags)
+            if self.index == source:
+                self.send(first, target, tags[0])
+            else:
+                self.recv(first, source, tags[0])
+            settle(self.device)
 
     def _connect_group(self, name: str, members: list[int], memory: str) -> None:
         rank = members.index(self.index)
@@ -93,9 +143,28 @@ class PeerLink:
         self._store.set(f"memory/{name}/{self.index}", mine)
         found = {self._store.get(f"memory/{name}/{member}").decode() for member in members}
         if found == {"cuda device"}:
-            self._nccl_groups[name] = self._nccl(f"nccl/{name}", rank, len(members))
-            self.sum(torch.zeros(1, device=self.device), name)  # connects, while nothing else is under way
+            key = tuple(members)
+            if key not in self._nccl_sets:
+                self._nccl_sets[key] = self._nccl(f"group/{name}", key)
+            self._nccl_groups[name] = self._nccl_sets[key]
+
+    def _use_once(self, name: str, uses: Sequence[Use]) -> None:
+        """Do what the programs will do in a group, each at its size, by which NCCL chooses an algorithm, and with it
+        connections."""
+        count = len(self.groups[name])
+        for use in (Use(SUM, 4 * count), Use(GATHER, 4 * count), *sorted(set(uses))):
             settle(self.device)
+            rows = torch.zeros(count, max(1, use.num_bytes // (4 * count)), device=self.device)
+            if use.pattern == ops.RING_STEP:
+                self.pass_on(rows[0], name, use.flag)
+            elif use.pattern == ops.PAIRS:
+                self.exchange_rows(rows[:, :1], name)
+            elif use.pattern == GATHER:
+                self.gather_rows(rows, name, use.flag)
+            elif use.pattern == SCATTER:
+                self.sum_rows(rows, torch.empty_like(rows[0]), None, name)
+            else:
+                self.sum_all([rows.view(-1)], name)
 
     def _agree_on_order(self, src: int, dst: int, tags: Sequence[str]) -> None:
         self._store.set(f"order/{src}-{dst}/{self.index}", json.dumps(list(tags)))
@@ -113,14 +182,16 @@ class PeerLink:
     def send(self, value: Tensor, dst: int, tag: str) -> None:
         """Deliver to `dst`, which must receive under the same tag."""
         if value.is_cuda:
-            self._nccl_pairs[self.index, dst].send([_alias(value)], 1, 0).wait()
+            group, rank = self._routes[self.index, dst]
+            group.send([_alias(value)], rank, 0).wait()
         else:
             self._everyone.send([value], dst, self._tags[self.index, dst][tag]).wait()
 
     def recv(self, into: Tensor, src: int, tag: str) -> None:
         """Fill `into` (contiguous) with what `src` sends under this tag."""
         if into.is_cuda:
-            self._nccl_pairs[src, self.index].recv([_alias(into)], 0, 0).wait()
+            group, rank = self._routes[src, self.index]
+            group.recv([_alias(into)], rank, 0).wait()
         else:
             self._everyone.recv([into], src, self._tags[src, self.index][tag]).wait()
 
@@ -234,19 +305,17 @@ class PeerLink:
         options._timeout = self._timeout
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, options)
 
-    def _nccl_pair(self, src: int, dst: int) -> Any:
-        """One direction between two GPUs. The first message, which makes the connection and blocks until the other side
-        does so too, is sent here: all devices walk over their pairs in the same order."""
-        pair = self._nccl(f"nccl/{src}-{dst}", 0 if self.index == src else 1, 2)
-        first = torch.zeros(1, device=self.device)
-        (pair.send([first], 1, 0) if self.index == src else pair.recv([first], 0, 0)).wait()
-        settle(self.device)
-        return pair
-
-    def _nccl(self, name: str, rank: int, size: int) -> Any:
+    def _nccl(self, name: str, members: Sequence[int], most_blocks: int | None = None) -> Any:
+        """A communicator of these devices, which all must make it now."""
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a message goes before computation
         options._timeout = NEVER
-        return dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), rank, size, options)
+        if most_blocks is not None:
+            options.config.max_ctas = most_blocks
+        os.environ.setdefault(SERIAL_SETTING, "false")
+        rank, store = list(members).index(self.index), dist.PrefixStore(f"nccl/{name}", self._store)
+        group = dist.ProcessGroupNCCL(store, rank, len(members), options)
+        group.eager_connect_single_device(self.device)  # else each pair that sends would get another communicator
+        return group
 
 
 def _alias(value: Tensor) -> Tensor:
@@ -263,9 +332,7 @@ def message_orders(programs: Sequence[Program]) -> dict[tuple[int, int], list[st
         for node in program.ops():
             if op_of(node).meets == ops.PEER:
                 work = work_of(program, node)
-                own = program.device
-                pair = (own, work.peer) if node.target is ops.send else (work.peer, own)
-                orders.setdefault(pair, []).append(work.tag)
+                orders.setdefault(pair_of(program.device, node, work.peer), []).append(work.tag)
     return orders
 
 
@@ -283,3 +350,25 @@ def group_memories(programs: Sequence[Program]) -> dict[str, str]:
 def group_members(groups: Mapping[str, Sequence[tuple[int, str, str]]]) -> dict[str, list[int]]:
     """Per group its devices, each once, in the order of the members."""
     return {name: list(dict.fromkeys(device for device, _, _ in rows)) for name, rows in groups.items()}
+
+
+def group_uses(programs: Sequence[Program]) -> dict[str, list[Use]]:
+    """Per group in which the programs meet, what they do there."""
+    found: dict[str, list[Use]] = {}
+    for program in programs:
+        for node in program.ops():
+            if op_of(node).meets == ops.GROUP:
+                work = work_of(program, node)
+                found.setdefault(work.group, []).extend(_uses_of(node, work))
+    return found
+
+
+def _uses_of(node: fx.Node, work: ops.Work) -> list[Use]:
+    gather = Use(GATHER, work.moved_bytes, work.hierarchical)
+    if work.pattern:
+        return [Use(work.pattern, 0, bool(node.kwargs.get("back")))]
+    if node.target in (ops.all_gather, ops.gather_parts):
+        return [gather]
+    if node.target in (ops.reduce_scatter, ops.scatter_sum):
+        return [Use(SCATTER, work.moved_bytes), *([gather] if node.kwargs.get("whole") else [])]
+    return [Use(SUM, work.moved_bytes)]

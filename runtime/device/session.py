@@ -46,7 +46,7 @@ from .issuing import Handle
 from .messages import warm_up_routes
 from .named_streams import Streams
 from .pacing import Pacing, memory_names, moved_bytes
-from .peers import PeerLink, group_memories, message_orders
+from .peers import PeerLink, group_memories, group_uses, message_orders
 from .prepare import Issues, plan_issues
 from .runtime import DeviceRuntime
 from .setup import DeviceSetup
@@ -120,7 +120,8 @@ class DeviceSession:
         lane, _ = place_of(setup.interface, setup.index)
         programs = {name: bind_one(program, lane) for name, program in file.programs.items()}
         if link is not None:
-            link.connect(message_orders(list(programs.values())), group_memories(list(programs.values())))
+            own = list(programs.values())
+            link.connect(message_orders(own), group_memories(own), group_uses(own))
         self.streams = self.streams_kind(setup, self.device, link, board)
         self.pacing = self.pacing_kind(setup.hardware, setup.index, setup.paces)
         self.plans = {name: self._plan(name, program) for name, program in programs.items()}

@@ -24,10 +24,13 @@ SCRIPT = f"""
 import json, os, signal, sys, threading, time
 import penstock
 from penstock.bench.peers import parity
+from penstock.runtime.device.peers import PeerLink
 from penstock.tests.gpu.rehearsal import batches, model_of
 
 parity.exact_arithmetic()
 data, rank, dies = batches(), os.environ["RANK"], "dies" in sys.argv
+if "dies at its start" in sys.argv and rank == "1":
+    PeerLink.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 hardware = penstock.Hardware.detect().with_(num_devices=2, dram="8GB", ssds=0, memory="1GB")
 options = {{"optimizer": parity.SGD, "micro_batches": parity.MICRO_BATCHES, "timeout_s": {TIMEOUT_S}}}
 with penstock.compile(model_of(), hardware, example_inputs=data[0], strategy="1f1b", **options) as job:
@@ -60,8 +63,9 @@ def test_a_step_may_be_longer_than_the_timeout() -> None:
     assert row["losses"] == pytest.approx(wanted.losses, rel=1e-5)  # the same kernels, in another order of additions
 
 
-def test_a_rank_that_dies_in_such_a_step_is_named() -> None:
-    """NCCL itself would let the other rank wait for ever."""
-    done = run("dies")
+@pytest.mark.parametrize("when", ["dies", "dies at its start"])
+def test_a_rank_that_dies_is_named_and_the_other_one_ends(when: str) -> None:
+    """NCCL itself would let it wait for ever: for a message, and for the other side of a new communicator."""
+    done = run(when)
     assert done.returncode != 0
     assert "rank 1" in done.stderr and "has ended" in done.stderr, done.stderr[-4000:]

@@ -54,6 +54,15 @@ def test_another_number_of_queues_is_refused(is_used: bool, monkeypatch: pytest.
         accelerator.take_queues()
 
 
+@pytest.mark.parametrize("setting", accelerator.BLOCKING)
+def test_launches_that_wait_for_each_other_are_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(setting, "0")
+    accelerator.require_free_launches()
+    monkeypatch.setenv(setting, "1")
+    with pytest.raises(HardwareError, match=f"{setting}: it is 1; .*{setting}=0 in its environment"):
+        accelerator.require_free_launches()
+
+
 def test_workers_have_queues_whatever_the_script_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(QUEUES, "1")
     assert worker_environment(1)[QUEUES] == "32"

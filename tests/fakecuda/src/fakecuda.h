@@ -15,6 +15,7 @@ int fakecuda_find(const void* ptr, int* device, void** base, size_t* size);
 // Makes the device fail from now on, as an illegal access would.
 void fakecuda_fail(int device, const char* what);
 int fakecuda_stream_device(cudaStream_t stream);
+int fakecuda_messages(int device);                   // the operations of NCCL that are queued or run there
 double fakecuda_env(const char* name, double otherwise);
 void fakecuda_at_end(void (*report)());              // called by fakecuda_summary
 void fakecuda_summary();                             // at the end; a process that leaves by _exit may call it

@@ -126,6 +126,7 @@ void fakecuda_enqueue(cudaStream_t stream, const char* name, void (*fn)(void*), 
     messages_under_way(s->device)--;
   });
 }
+int fakecuda_messages(int device) { return messages_under_way(device); }
 int fakecuda_stream_device(cudaStream_t stream) { return stream_of(stream)->device; }
 
 void** CUDARTAPI __cudaRegisterFatBinary(void*) {

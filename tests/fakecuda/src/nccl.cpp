@@ -1,6 +1,10 @@
 // NCCL between processes (and threads) of one machine. Ranks meet in a file under /dev/shm; bytes are read straight out
 // of the peer's memory (process_vm_readv), when the turn of the operation comes on its stream. A send ends when the
 // receiver has taken it (rendezvous: real NCCL may end small sends sooner, never later), a collective when all have.
+//
+// A communicator connects to a peer when an operation first needs it: to send and to receive, for each direction, and for
+// small and for large collectives, each at its first use. The caller then waits until the peers do so too, and the
+// buffers of that connection are taken on the device. An operation holds blocks (SMs) from its turn to its end.
 #include "fakecuda.h"
 
 #include <fcntl.h>
@@ -41,8 +45,8 @@ void sleep_on(Word& word, uint32_t value) {
 }
 
 struct Post { int pid; uint64_t address, bytes; uint32_t what; };
-struct Pair { Word posted, taken; Post ring[RING]; };
-struct Seat { Word attached, device, arrived, done; Post post; };
+struct Pair { Word posted, taken, ends[2]; Post ring[RING]; };  // ends: whether the sender, the receiver has connected
+struct Seat { Word attached, device, arrived, done, connected[2]; Post post; };  // connected: for small, for large collectives
 struct Shared { Word attached; Seat seats[64]; };
 
 struct Comm {
@@ -56,7 +60,8 @@ struct Comm {
   std::mutex lock;
   std::condition_variable news;
   uint64_t next = 0, serving = 0;                     // operations of one communicator keep their order on all streams
-  void* buffers = nullptr;
+  std::vector<void*> buffers;
+  int most_blocks = INT_MAX;
   Pair& pair(int from, int to) { return pairs[from * size + to]; }
 };
 
@@ -153,6 +158,61 @@ void reduce(const std::vector<std::vector<char>>& parts, char* out, size_t count
     case 9: return reduce_as<uint16_t, float>(parts, out, count, op, bf16_to_float, float_to_bf16);
   }
 }
+
+constexpr size_t SMALL_BYTES = 65536;  // up to here a collective takes the algorithm for small ones
+int channels(Comm* comm) { return std::min(comm->most_blocks, int(fakecuda_env("FAKECUDA_NCCL_CHANNELS", 2))); }
+
+using Others = std::vector<std::pair<Comm*, Word*>>;
+
+// Connects for these operations what is not connected yet, and says for which other ends the caller must wait.
+ncclResult_t connect(Comm* comm, const std::vector<Op>& ops, Others& others) {
+  size_t megabytes = 0;  // of a direction NCCL's receiver has 10 MiB a channel, its sender 2 (transport/p2p.cc)
+  for (const Op& op : ops) {
+    bool message = op.what == SEND || op.what == RECV, large = op.count * width(op.type) > SMALL_BYTES;
+    if (message ? op.peer == comm->rank : comm->size == 1) continue;
+    Pair* pair = !message ? nullptr : op.what == SEND ? &comm->pair(comm->rank, op.peer) : &comm->pair(op.peer, comm->rank);
+    Word& own = message ? pair->ends[op.what == RECV] : comm->shared->seats[comm->rank].connected[large];
+    if (own) continue;
+    own = 1;
+    wake(own);
+    if (message) others.push_back({comm, &pair->ends[op.what == SEND]});
+    else for (int r = 0; r < comm->size; r++) others.push_back({comm, &comm->shared->seats[r].connected[large]});
+    megabytes += size_t(channels(comm)) * (op.what == SEND ? 2 : op.what == RECV ? 10 : 12);
+    fakecuda_note("nccl connections", message ? 1 : 2);
+  }
+  if (!megabytes) return ncclSuccess;
+  int count = fakecuda_messages(comm->device);
+  if (count && fakecuda_env("FAKECUDA_LAZY", 0) > 1) {
+    char text[120];
+    snprintf(text, sizeof text, "%s connects beside %d messages", NAMES[ops[0].what], count);
+    fakecuda_fail(comm->device, text);
+  }
+  if (fakecuda_env("FAKECUDA_NCCL_BUFFERS", 0) != 0) {
+    void* buffer;
+    if (cudaMalloc(&buffer, megabytes << 20)) return ncclUnhandledCudaError;
+    comm->buffers.push_back(buffer);
+  }
+  fakecuda_note("nccl connection MiB", (long long)megabytes);
+  return ncclSuccess;
+}
+
+// The SMs that the operations under way on a device hold, while they compute or wait.
+struct Blocks {
+  int device, count;
+  static std::atomic<int>& held(int device) { static std::atomic<int> each[64]; return each[device]; }
+  Blocks(int device, int count) : device(device), count(count) {
+    static std::atomic<int> most{0};
+    int now = held(device) += count, sms = int(fakecuda_env("FAKECUDA_SMS", 0));
+    for (int before = most; now > before;)
+      if (most.compare_exchange_weak(before, now)) fakecuda_note("nccl blocks at once", now - before);
+    if (sms && now >= sms) {
+      char text[120];
+      snprintf(text, sizeof text, "operations of NCCL hold %d of %d SMs: nothing else can run", now, sms);
+      fakecuda_fail(device, text);
+    }
+  }
+  ~Blocks() { held(device) -= count; }
+};
 
 struct Batch { Comm* comm; uint64_t ticket; std::vector<Op> ops; std::vector<uint32_t> turns; };
 
@@ -260,6 +320,7 @@ void run_batch(void* raw) {
     std::unique_lock<std::mutex> hold(comm->lock);
     comm->news.wait(hold, [&] { return comm->serving == batch->ticket || comm->aborted; });
   }
+  Blocks blocks(comm->device, channels(comm));
   std::vector<const Op*> messages;
   bool fine = !comm->aborted;
   size_t turn = 0;
@@ -273,7 +334,7 @@ void run_batch(void* raw) {
   comm->news.notify_all();
 }
 
-void submit(const std::vector<Op>& all) {
+ncclResult_t submit(const std::vector<Op>& all) {
   std::vector<std::pair<std::pair<Comm*, cudaStream_t>, std::vector<Op>>> batches;
   for (const Op& op : all) {
     auto key = std::make_pair(op.comm, op.stream);
@@ -281,6 +342,11 @@ void submit(const std::vector<Op>& all) {
     if (it == batches.end()) batches.push_back({key, {op}});
     else it->second.push_back(op);
   }
+  Others others;
+  for (auto& [key, ops] : batches)
+    if (auto bad = connect(key.first, ops, others)) return bad;
+  for (auto& [comm, other] : others)
+    if (!wait_for(comm, *other, 1)) return ncclInternalError;
   for (auto& [key, ops] : batches) {
     auto* batch = new Batch{key.first, 0, ops, {}};
     std::lock_guard<std::mutex> hold(key.first->lock);
@@ -296,6 +362,7 @@ void submit(const std::vector<Op>& all) {
     fakecuda_enqueue(key.second, NAMES[ops[0].what], run_batch, batch, MESSAGE, nullptr);
     cudaSetDevice(before);
   }
+  return ncclSuccess;
 }
 
 ncclResult_t check(const void* pointer, const Op& op, const char* what) {
@@ -314,8 +381,8 @@ ncclResult_t add(Op op) {
   if (op.what != SEND && !(op.what == REDUCE && op.comm->rank != op.peer))
     if (auto bad = check(op.out, op, "receive buffer")) return bad;
   if (op.comm->aborted) return ncclInvalidUsage;
-  if (depth) grouped.push_back(op);
-  else submit({op});
+  if (!depth) return submit({op});
+  grouped.push_back(op);
   return ncclSuccess;
 }
 
@@ -359,7 +426,9 @@ ncclResult_t attach(Comm** out, int size, const std::string& path, int rank, int
     }
   unlink(path.c_str());
   static double megabytes = fakecuda_env("FAKECUDA_NCCL_MB", 0);  // what a communicator takes on the device
-  if (megabytes > 0 && cudaMalloc(&comm->buffers, size_t(megabytes * 1048576))) return ncclUnhandledCudaError;
+  void* own;
+  if (megabytes > 0 && cudaMalloc(&own, size_t(megabytes * 1048576))) return ncclUnhandledCudaError;
+  if (megabytes > 0) comm->buffers.push_back(own);
   fakecuda_note("nccl communicators", 1);
   return ncclSuccess;
 }
@@ -376,10 +445,13 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   snprintf(id->internal, sizeof id->internal, "/dev/shm/fakenccl-%d-%08x%08x", getpid(), random(), random());
   return ncclSuccess;
 }
-ncclResult_t ncclCommInitRankConfig(void** comm, int size, ncclUniqueId id, int rank, void*) {
+ncclResult_t ncclCommInitRankConfig(void** comm, int size, ncclUniqueId id, int rank, void* config) {
   int device;
   cudaGetDevice(&device);
-  return attach((Comm**)comm, size, id.internal, rank, device, true);
+  auto result = attach((Comm**)comm, size, id.internal, rank, device, true);
+  int most = config ? ((int*)config)[7] : INT_MIN;  // maxCTAs
+  if (result == ncclSuccess && most != INT_MIN) ((Comm*)*comm)->most_blocks = most;
+  return result;
 }
 ncclResult_t ncclCommInitRank(void** comm, int size, ncclUniqueId id, int rank) { return ncclCommInitRankConfig(comm, size, id, rank, nullptr); }
 ncclResult_t ncclCommInitAll(void** comms, int count, const int* devices) {
@@ -390,12 +462,12 @@ ncclResult_t ncclCommInitAll(void** comms, int count, const int* devices) {
   unlink(id.internal);
   return ncclSuccess;
 }
-ncclResult_t ncclCommInitRankScalable(void** comm, int size, int rank, int, ncclUniqueId* ids, void*) { return ncclCommInitRankConfig(comm, size, ids[0], rank, nullptr); }
+ncclResult_t ncclCommInitRankScalable(void** comm, int size, int rank, int, ncclUniqueId* ids, void* config) { return ncclCommInitRankConfig(comm, size, ids[0], rank, config); }
 ncclResult_t ncclCommFinalize(void*) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(void* comm) {
   auto* c = (Comm*)comm;
-  if (c->buffers) cudaFree(c->buffers);
-  c->buffers = nullptr;
+  for (void* buffer : c->buffers) cudaFree(buffer);
+  c->buffers.clear();
   return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(void* comm) {
@@ -414,7 +486,7 @@ ncclResult_t ncclGroupEnd() {
   if (--depth == 0 && grouped.size()) {
     auto all = std::move(grouped);
     grouped.clear();
-    submit(all);
+    return submit(all);
   }
   return ncclSuccess;
 }

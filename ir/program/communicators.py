@@ -1,0 +1,173 @@
+"""The communicators of GPUs, and which messages share one.
+
+NCCL runs what one communicator is given on a rank one after another, in the order of issue, whatever the streams. A
+program's sends are one such sequence already, and its receives another one. So messages may share a communicator if no
+device both sends and receives in it: that adds no wait, and what `check_deadlock` proves still holds. In one for both
+directions a receive that is issued ahead of its turn would hold up the sends that its peer needs first.
+
+`k` communicators are enough if each device can be given a set of k / 2 of them, in which it sends, that differs from
+the sets of all with which it exchanges messages: a message takes one that its sender has and its receiver has not. Two
+are enough for a line of devices, and for a ring of an even number.
+
+What is taken of a GPU's memory is known from NCCL 2.30's source. In each of its channels a connection has buffers for
+three protocols, 512 KiB, 4.69 MiB and 4 MiB (`computeBuffSizes` in init.cc), at the receiver, and a head at the sender,
+both in whole 2 MiB (transport/p2p.cc). With another host both sides have buffers (transport/net.cc); without P2P host
+memory has them (transport/shm.cc). A ring connects each member to the next, and a tree of more than
+two does so once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, count
+from math import comb
+
+from torch import fx
+
+from .. import ops
+from ..calls import op_of
+from ..machine.hardware import Hardware
+from .order import Order
+from .program import Program, work_of
+
+RECEIVER_BYTES, SENDER_BYTES = 10 << 20, 2 << 20  # of a channel of a connection
+# The most blocks of a kernel of messages, each of which holds an SM while it waits, so the most channels of a
+# connection. NCCL's own choice is two for each NVLink, rounded up to a power of two (`ncclTopoGetNchannels` in
+# graph/paths.cc), and two over PCIe and to another host.
+MESSAGE_BLOCKS = 16
+GROUP_CHANNELS = 32  # of a group over NVLink, at most
+OTHER_CHANNELS = 2
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """`members`: its devices, in order of rank; `pairs`: the (source, destination) of the messages that it carries."""
+
+    members: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        return "messages/" + ",".join(f"{source}-{target}" for source, target in self.pairs)
+
+
+def message_communicators(pairs: Collection[tuple[int, int]]) -> list[Communicator]:
+    """The fewest communicators, by a greedy colouring, that carry messages between these pairs of devices. All devices
+    find the same."""
+    peers: dict[int, set[int]] = {}
+    for source, target in pairs:
+        peers.setdefault(source, set()).add(target)
+        peers.setdefault(target, set()).add(source)
+    found: list[Communicator] = []
+    done: set[int] = set()
+    for first in sorted(peers):
+        if first in done:
+            continue
+        colours = _colours(first, peers)
+        done |= colours.keys()
+        number = next(k for k in count(2) if comb(k, k // 2) > max(colours.values()))
+        sending = list(combinations(range(number), number // 2))
+        carried: dict[int, list[tuple[int, int]]] = {}
+        for source, target in sorted(pair for pair in set(pairs) if pair[0] in colours):
+            free = set(sending[colours[source]]) - set(sending[colours[target]])
+            carried.setdefault(min(free), []).append((source, target))
+        for _, own in sorted(carried.items()):
+            found.append(Communicator(tuple(sorted({device for pair in own for device in pair})), tuple(own)))
+    return found
+
+
+def _colours(first: int, peers: Mapping[int, Collection[int]]) -> dict[int, int]:
+    """Numbers, of the devices that messages join to `first`, that differ between any two that exchange messages."""
+    colours: dict[int, int] = {}
+    order = [first]
+    for device in order:  # grows while it is walked
+        taken = {colours[peer] for peer in peers[device] if peer in colours}
+        colours[device] = next(colour for colour in count() if colour not in taken)
+        order += [peer for peer in sorted(peers[device]) if peer not in order]
+    return colours
+
+
+def pair_of(device: int, node: fx.Node, peer: int) -> tuple[int, int]:
+    """The source and the destination of a message that a device sends or receives."""
+    return (device, peer) if node.target is ops.send else (peer, device)
+
+
+def add_communicator_waits(order: Order, programs: Sequence[Program], on_gpu: Collection[int]) -> None:
+    """Let what a GPU gives to one communicator wait for what it gave to it before. If no ring of waits comes of it,
+    there is one order of all operations of all GPUs that agrees with the order of issue in each communicator.
+
+    A GPU's communicators hold no more kernels at once than it has streams of messages and collectives, which is three.
+    """
+    messages = [(p.device, n, order.work_of[n].peer) for p in programs for n in p.ops() if op_of(n).meets == ops.PEER]
+    pairs = {pair_of(*message) for message in messages}
+    carriers = {pair: each.name for each in message_communicators(pairs) for pair in each.pairs}
+    for program in programs:
+        last: dict[str, int] = {}
+        for node in program.ops() if program.device in on_gpu else ():
+            work, index = order.work_of[node], order.task_of[node]
+            name = ""
+            if op_of(node).meets == ops.PEER:
+                name = carriers[pair_of(program.device, node, work.peer)]
+            elif op_of(node).meets == ops.GROUP and ops.DRAM not in (work.source, work.target):
+                members = {device for device, _, _ in program.interface.groups.get(work.group, ())}
+                name = f"group/{','.join(map(str, sorted(members))) or work.group}"
+            if name:
+                if name in last:
+                    order.tasks[index].waits.append((last[name], f"follows in the communicator {name}"))
+                last[name] = index
+
+
+@dataclass(frozen=True)
+class GpuConnections:
+    """The numbers of communicators that NCCL makes on a GPU, for messages and for groups, and of their connections in
+    one direction; the most bytes of their buffers."""
+
+    messages: int
+    groups: int
+    connections: int
+    num_bytes: int
+
+
+def gpu_connections(programs: Sequence[Program], hardware: Hardware) -> dict[int, GpuConnections]:
+    """Per device that is a GPU and meets others. The programs are of one function, with the machine's devices."""
+    pairs: set[tuple[int, int]] = set()
+    groups: dict[int, dict[tuple[int, ...], set[str]]] = {}  # by members, how they meet
+    for program in programs:
+        own = groups.setdefault(program.device, {})
+        for node in program.ops():
+            work = work_of(program, node)
+            if op_of(node).meets == ops.PEER:
+                pairs.add(pair_of(program.device, node, work.peer))
+            elif op_of(node).meets == ops.GROUP and ops.DRAM not in (work.source, work.target):
+                members = tuple(dict.fromkeys(row[0] for row in program.interface.groups[work.group]))
+                own.setdefault(members, set()).add(work.pattern)
+    carriers = message_communicators(pairs)
+    found = {}
+    for device, own in groups.items():
+        ways = [(pair, MESSAGE_BLOCKS) for pair in pairs if device in pair]
+        own = {members: patterns for members, patterns in own.items() if len(members) > 1}
+        for members, patterns in own.items():
+            here, count = members.index(device), len(members)
+            near = [(members[here - 1], device), (device, members[(here + 1) % count])]
+            ways += [(pair, GROUP_CHANNELS) for pair in near * (1 if count == 2 else 2)]
+            peers = set(members) - {device} if ops.PAIRS in patterns else set()
+            peers |= {near[0][0], near[1][1]} if ops.RING_STEP in patterns else set()
+            ways += [(pair, GROUP_CHANNELS) for peer in peers for pair in ((peer, device), (device, peer))]
+        if ways and hardware.devices[device].kind == "cuda":
+            num_bytes = sum(_buffer_bytes(hardware, device, pair, channels) for pair, channels in ways)
+            number = sum(device in each.members for each in carriers)
+            found[device] = GpuConnections(number, len(own), len(ways), num_bytes)
+    return found
+
+
+def _buffer_bytes(hardware: Hardware, device: int, pair: tuple[int, int], channels: int) -> int:
+    """The bytes that one direction of a connection takes at one of its ends."""
+    source, target = (hardware.devices[end] for end in pair)
+    if source.host != target.host:
+        return OTHER_CHANNELS * RECEIVER_BYTES
+    host = hardware.hosts[source.host]
+    if host.nvlink_bandwidth is None:
+        direct = host.p2p and source.root_complex == target.root_complex
+        channels = OTHER_CHANNELS if direct else 0
+    return channels * (SENDER_BYTES if device == pair[0] else RECEIVER_BYTES)
