@@ -37,7 +37,9 @@ LOOPBACK = "127.0.0.1"
 NEVER = timedelta(seconds=1e7)
 # torch tells whoever sends through the communicator of a group that its messages wait for each other, as is meant here.
 SERIAL_SETTING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-SUM, GATHER, SCATTER = "sum", "gather", "scatter"  # beside `ops.PAIRS` and `ops.RING_STEP`
+SUM = "sum"  # patterns of groups, beside `ops.PAIRS` and `ops.RING_STEP`
+GATHER = "gather"
+SCATTER = "scatter"
 INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
 
 
