@@ -71,7 +71,7 @@ def turn_of_loop(frame: FrameType) -> range | None:
     return range(code.all[place + 1].offset, code.all[code._target(place)].offset)
 
 
-def numbers_kept(frame: FrameType, inside: range) -> dict[str, Any]:
+def numbers_of_frame(frame: FrameType, inside: range) -> dict[str, Any]:
     """The plain values, and the lengths of collections, of variables that these instructions may change and others
     read."""
     code = _Code(frame)

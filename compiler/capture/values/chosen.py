@@ -32,7 +32,7 @@ from ....ir.errors import CaptureError
 from ....runtime.functions.chosen import gradient_if
 from ....runtime.torch_names import DisableTorchFunction, FakeTensor, assert_async
 from ..rows.sizes import OtherTrace
-from .branches import answer_about_length, numbers_kept, span_of_branch, turn_of_loop
+from .branches import answer_about_length, numbers_of_frame, span_of_branch, turn_of_loop
 from .fixed_sizes import is_mask, map_leaves
 
 NOT_CHOSEN = object()
@@ -117,11 +117,11 @@ class ChosenRows:
             self._require_shape(name)
         self.close()
         if name in ("where", "nonzero", "argwhere") and len(args) == 1 and self._is_choice(args[0]):
-            found = self._places(args[0])
+            places = self._places(args[0])
             if name == "where" or kwargs.get("as_tuple"):
-                return found.numbers
-            listed = self.call(torch.stack, list(found.numbers), 1)
-            self.lists[id(listed)] = found
+                return places.numbers
+            listed = self.call(torch.stack, list(places.numbers), 1)
+            self.lists[id(listed)] = places
             return listed
         if name == "item" and (listed := self._item_of(args[0])) is not None:
             return ChosenCount(listed, self, None)
@@ -495,14 +495,14 @@ class ChosenRows:
                     self._end()
 
     def _begin(self, span: SkippedSpan) -> SkippedSpan:
-        span.first, span.numbers = self._last_node(), numbers_kept(span.frame, span.inside)
+        span.first, span.numbers = self._last_node(), numbers_of_frame(span.frame, span.inside)
         self.open.append(span)
         return span
 
     def _end(self) -> None:
         span = self.open.pop()
         span.last = self._last_node()
-        if numbers_kept(span.frame, span.inside) != span.numbers:
+        if numbers_of_frame(span.frame, span.inside) != span.numbers:
             raise CaptureError(span.text)
         self.closed.append(span)
 
@@ -591,7 +591,7 @@ def _most_numbers(mask: fx.Node, count: int) -> int:
             for above in closure(node.all_input_nodes[:1], lambda n: n.all_input_nodes[:1]):
                 if call_name(above) == "topk":
                     dim = above.kwargs.get("dim", above.args[2] if len(above.args) > 2 else -1)
-                    return min(count, above.all_input_nodes[0].meta["val"].shape[dim])
+                    return min(count, int(above.all_input_nodes[0].meta["val"].shape[dim]))
     return count
 
 

@@ -179,7 +179,7 @@ def test_compilation_and_handlers_are_left_aside_with_a_line(caplog: pytest.LogC
     assert "DistributedDataParallelKwargs is left aside: the plan divides the work" in told
 
 
-def launched(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+def run_script(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     """Run a script by the launcher in this process, which is as it was afterwards."""
     monkeypatch.setattr(accelerate, "Accelerator", Accelerator)
     monkeypatch.setattr(sys, "argv", sys.argv)
@@ -201,7 +201,7 @@ def test_the_launcher_ends_with_a_sentence(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as ended:
-        launched(text, tmp_path, monkeypatch, "--hardware", "cpu")
+        run_script(text, tmp_path, monkeypatch, "--hardware", "cpu")
     printed = capsys.readouterr().err
     assert ended.value.code == 2
     assert told in printed and "Traceback" not in printed and "launch.py" not in printed
@@ -213,10 +213,10 @@ def test_the_launcher_changes_figures_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"{MAKE}print('DEVICES', accelerator.hardware.num_devices)\n"
-    launched(text, tmp_path, monkeypatch, "--hardware", "cpu", "--set", "num_devices=3")
+    run_script(text, tmp_path, monkeypatch, "--hardware", "cpu", "--set", "num_devices=3")
     assert "DEVICES 3" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        launched(text, tmp_path, monkeypatch, "--hardware", "cpu", "--set", "cards=3")
+        run_script(text, tmp_path, monkeypatch, "--hardware", "cpu", "--set", "cards=3")
     assert "--set cards: with --hardware cpu there are num_devices" in capsys.readouterr().err
 
 
