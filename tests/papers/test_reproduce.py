@@ -54,9 +54,10 @@ class ToyFtPipe(FtPipe):
     shallow = T5.replace("num_layers=2", "num_layers=1").replace("num_decoder_layers=2", "num_decoder_layers=1")
     tasks = {
         "toy": FineTuning(4, 1, 16, 4, 100, 2, 1.5, 1.6, 1.4, 1.1, 2.5, model=T5),
-        "plain": FineTuning(4, 1, 16, None, 100, 2, 1.5, 1.5, 1.5, model=GPT, state_bytes=8.0),
+        "plain": FineTuning(24, 3, 16, None, 100, 2, 1.5, 1.5, 1.5, model=GPT, state_bytes=8.0),
     }
     task = balanced = "toy"
+    short, mitigated, pipedream = "plain", ("plain",), {2: 12.7}
     preset = "rtx3090x2"
     stages = (2, 4)
     batches = ((2, 1),)
