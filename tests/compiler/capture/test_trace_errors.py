@@ -43,7 +43,7 @@ def branch(h):
 
 
 def to_list(h):
-    return h.sum() * len(h.argmax(1).tolist())  # the line to blame
+    return h.sum() * sum(h.argmax(1).tolist())  # the line to blame
 
 
 def to_numpy(h):
@@ -187,7 +187,7 @@ def test_the_model_is_given_back_after_an_error():
     assert model.config.use_cache
     before = state(model)
     with pytest.raises(CaptureError):
-        trace(model, token_batch())
+        trace(model, token_batch(), loss_fn=lambda output, batch: output.loss * output.loss.item())
     assert state(model) == before and model.config.use_cache
     assert calls == (nn.Module.__call__, torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__)
 
