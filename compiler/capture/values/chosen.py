@@ -138,8 +138,8 @@ class ChosenRows:
             return NOT_CHOSEN
         self._require_sizes(name, args, kwargs)
         is_loop = name == "__iter__" or (name == "unbind" and args[1:] in ((), (0,)) and not kwargs)
-        if is_loop and (found := self._list_places(args[0])) is not None:
-            return self._turns(args[0], found)
+        if is_loop and (listed := self._list_places(args[0])) is not None:
+            return self._turns(args[0], listed)
         if name in _FLAT and id(args[0]) in self.lists and len(self.lists[id(args[0])].sizes) == 1:
             return self.lists[id(args[0])].numbers[0]
         if name in ("index_add", "index_add_"):
