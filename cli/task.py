@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from ..compiler.export.gguf_file import library, require_known, require_type
 from ..compiler.job.job import Job
@@ -33,7 +34,8 @@ COUNTED = ("classification", "preference")  # kinds of data whose evaluation cou
 @dataclass
 class TrainingTask:
     """The model, its rows and the number of steps: everything but the devices. `stream` takes the place of `rows` where
-    they are read while training."""
+    they are read while training. `micro_batches`: of a step, which takes a list of these, as images have several sizes;
+    0 where it takes a batch."""
 
     named: NamedModel
     codec: Codec
@@ -42,6 +44,7 @@ class TrainingTask:
     held_out: Rows | None
     steps: int
     stream: StreamedRows | None = None
+    micro_batches: int = 0
 
     @property
     def fingerprint(self) -> str:
@@ -50,15 +53,22 @@ class TrainingTask:
             return self.stream.fingerprint
         assert self.rows is not None
         found = hashlib.sha256()
-        for name, column in self.rows.columns.items():
-            found.update(name.encode() + column.contiguous().numpy().tobytes())
+        for name, columns in {**{k: [v] for k, v in self.rows.columns.items()}, **self.rows.uneven}.items():
+            found.update(name.encode())
+            for column in columns:
+                found.update(column.contiguous().numpy().tobytes())
         return found.hexdigest()[:16]
 
-    def example(self, batch: int) -> dict[str, Tensor]:
+    def take(self, rows: Rows, indices: Sequence[int]) -> Any:
+        """These rows as a step takes them: one batch, or a list of micro-batches."""
+        return rows.take_parts(indices, self.micro_batches) if self.micro_batches else rows.take(indices)
+
+    def example(self, batch: int) -> Any:
         if self.stream is not None:
             return Rows(next(self.stream.batches(batch))).take(range(batch))
         assert self.rows is not None
-        return self.rows.take([i % len(self.rows) for i in range(batch)])
+        first = self.rows.largest_first() if self.micro_batches else range(len(self.rows))
+        return self.take(self.rows, [first[i % len(self.rows)] for i in range(batch)])
 
 
 def require_wishes(options: TrainOptions) -> None:
@@ -150,7 +160,17 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     screen.print(
         f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {steps} steps of {options.batch} rows"
     )
-    return TrainingTask(named, codec, read.kind, rows, held_out, steps)
+    count = 0
+    if rows.uneven or held_out.uneven:
+        count = options.micro_batches or options.batch
+        if options.batch % count:
+            raise PlanError(f"--micro-batches {count}: it is no divisor of --batch {options.batch}")
+        screen.print(
+            f"images have several sizes: a step takes {count} micro-batches as they are, and each new combination of "
+            "sizes in one is captured once, in seconds; --image-size 448 makes all of one size",
+            soft_wrap=True,
+        )
+    return TrainingTask(named, codec, read.kind, rows, held_out, steps, micro_batches=count)
 
 
 def _prepare_stream(
@@ -240,7 +260,7 @@ def compile_task(options: TrainOptions, task: TrainingTask, hardware: Hardware) 
         model = (DPO(model) if options.beta is None else DPO(model, options.beta)).train()
     example = task.example(options.batch)
     with rare_collections():
-        return options.compile_model(
+        job = options.compile_model(
             model,
             hardware,
             example,
@@ -248,6 +268,13 @@ def compile_task(options: TrainOptions, task: TrainingTask, hardware: Hardware) 
             lr_scheduler=schedule(options.schedule, task.steps, _warmup(options, task.steps)),
             steps=task.steps,
         )
+    if task.micro_batches and (reason := job.why_one_form):
+        job.close()
+        raise PlanError(
+            f"images have several sizes or numbers, which a step cannot take with {reason}: give each row the same "
+            "number, of one size, as --image-size 448 makes them"
+        )
+    return job
 
 
 def _warmup(options: TrainOptions, steps: int) -> int:

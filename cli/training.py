@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor
 
 from ..compiler.export.export import complete
 from ..compiler.job.job import Job
@@ -159,7 +158,7 @@ class _Run:
             self.say_how_to_resume()
         return result
 
-    def begin(self) -> Iterator[dict[str, Tensor]]:
+    def begin(self) -> Iterator[Any]:
         """Start the devices with new or resumed state, and the logs. Returns the batches that come next."""
         options, job = self.options, self.job
         if options.resume:
@@ -197,7 +196,7 @@ class _Run:
         """The settings that must not change for a run to go on."""
         return {"rows": self.task.fingerprint, "sequence": self.options.sequence, "seed": self.options.seed}
 
-    def batches(self) -> Iterator[dict[str, Tensor]]:
+    def batches(self) -> Iterator[Any]:
         """This process's rows of each batch, epoch after epoch, from the job's present step on."""
         task, job, size = self.task, self.job, self.options.batch
         if task.stream is not None:
@@ -206,11 +205,11 @@ class _Run:
         assert task.rows is not None
         sampler = job.sampler(task.rows)
         for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):
-            yield task.rows.take(chosen)
+            yield task.take(task.rows, chosen)
 
     # --- steps
 
-    def steps(self, batches: Iterator[dict[str, Tensor]], stop: threading.Event) -> None:
+    def steps(self, batches: Iterator[Any], stop: threading.Event) -> None:
         """Train until the last step, or until `stop` is set; save on the way and at the end."""
         options, job, best, result = self.options, self.job, self.best, self.result
         began_s, before = time.perf_counter(), job.step_count
@@ -276,7 +275,8 @@ class _Run:
         right = 0
         losses: list[float] = []
         for chosen, count in evaluation_batches(held_out, batch):
-            out = job.evaluate(held_out.take(chosen[job.rows.start : job.rows.stop]))
+            given = self.task.take(held_out, chosen[job.rows.start : job.rows.stop])
+            out = job.evaluate(given, outputs=not self.task.micro_batches)
             if count == batch or not losses:
                 losses.append(float(out.loss))
             if self.task.kind == "classification":
@@ -345,5 +345,6 @@ class _Run:
             self.screen.print("nothing was saved yet; --save-every STEPS makes checkpoints to resume from")
 
 
-def _tokens_of_a_row(batch: dict[str, Tensor]) -> int:
-    return sum(value.shape[1] for name, value in batch.items() if name.endswith("input_ids"))
+def _tokens_of_a_row(batch: Any) -> int:
+    first = batch[0] if isinstance(batch, list) else batch
+    return sum(value.shape[1] for name, value in first.items() if name.endswith("input_ids"))

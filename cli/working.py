@@ -1,5 +1,5 @@
-"""Progress of planning: on a terminal one line that is gone afterwards, and once a plan fits, its speed; elsewhere lines
-on stderr: after a few seconds, when the first plan fits, and for each other plan that is asked for."""
+"""Progress of planning: on a terminal one line that is gone afterwards, and once a plan fits, its speed; elsewhere
+lines on stderr: after a few seconds, when the first plan fits, and for each other plan that is asked for."""
 
 from __future__ import annotations
 

@@ -44,10 +44,14 @@ def packed_rows(examples: Sequence[Example], codec: Codec, sequence: int, first_
 def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, int]) -> Rows:
     """One row per example. Token ids get a mask, in which an example without tokens has one, as attention to nothing is
     undefined; labels are ignored where there are none. Tensors are those of images."""
-    columns: dict[str, Tensor] = {}
+    columns, uneven = dict[str, Tensor](), dict[str, list[Tensor]]()
     for name in names_of(examples):
         if any(isinstance(example.get(name), Tensor) for example in examples):
-            columns[name] = _stack([example.get(name) for example in examples], name)
+            images = _images([example.get(name) for example in examples], name)
+            if any(each.shape != images[0].shape for each in images):
+                uneven[name] = images
+            else:
+                columns[name] = torch.stack(images)
             continue
         is_ids = name.endswith("input_ids")
         filler = codec.pad_id if is_ids else IGNORED if name.endswith("labels") else 0
@@ -61,7 +65,7 @@ def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, in
         columns[name] = rows
         if is_ids:
             columns[name.replace("input_ids", "attention_mask")] = mask
-    return Rows(columns)
+    return Rows(columns, uneven)
 
 
 def names_of(examples: Sequence[Example]) -> list[str]:
@@ -69,16 +73,18 @@ def names_of(examples: Sequence[Example]) -> list[str]:
     return list(dict.fromkeys(name for example in examples for name in example))
 
 
-def _stack(tensors: list[Tensor | None], name: str) -> Tensor:
-    """The images of all rows, [rows, ...]. Raises `PlanError` where rows differ in number or size of these."""
+def _images(tensors: list[Tensor | None], name: str) -> list[Tensor]:
+    """The images of each row. Raises `PlanError` where rows have none, or differ in more than the number of images, or
+    of their patches, which come one after another in a batch."""
     first, *others = ("none" if tensor is None else str(list(tensor.shape)) for tensor in tensors)
+    ends = ["none" if tensor is None else tensor.shape[1:] for tensor in tensors]
     for number, found in enumerate(others, start=2):
-        if found != first:
+        if ends[number - 1] != ends[0]:
             raise PlanError(
-                f"row {number}: its images are {found} as {name}, those of the first row {first}; allowed are the same "
-                "number of images in each row, all of one size, as --image-size 448 makes them"
+                f"row {number}: its images are {found} as {name}, those of the first row {first}; allowed are images "
+                "in each row, of one size, as --image-size 448 makes them, or as patches, as processors of Qwen-VL do"
             )
-    return torch.stack([tensor for tensor in tensors if tensor is not None])
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def classes_of(labels: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ def read_rows(spec: DataSpec, codec: Codec, head: str, first_position: int = 0) 
     hashes = (hash_of(spec.paths), _hash_of_images(spec, codec), codec.fingerprint)
     key = key_of(*hashes, wishes, head, str(first_position))
     found = load_or_make(key, lambda: _plain(_make_rows(spec, codec, head, first_position)))
-    return DataRows(found["kind"], Rows(found["columns"]), [*said, *found["said"]], found["classes"])
+    return DataRows(found["kind"], Rows(**found["rows"]), [*said, *found["said"]], found["classes"])
 
 
 def _hash_of_images(spec: DataSpec, codec: Codec) -> str:
@@ -56,7 +56,7 @@ def _hash_of_images(spec: DataSpec, codec: Codec) -> str:
 
 
 def _plain(made: DataRows) -> dict[str, Any]:
-    return {"kind": made.kind, "columns": made.rows.columns, "said": made.said, "classes": made.classes}
+    return {"kind": made.kind, "rows": vars(made.rows), "said": made.said, "classes": made.classes}
 
 
 def examples_of(spec: DataSpec, codec: Codec, head: str, lengths: Lengths) -> Iterator[tuple[str, Example, str | None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ class Rows:
     """Samples of one length: the inputs of a batch by name."""
 
     columns: dict[str, Tensor]  # [rows, sequence]; labels of classes: [rows]; of images: [rows, images, ...]
+    uneven: dict[str, list[Tensor]] = field(default_factory=dict)  # of images of several sizes: a tensor for each row
 
     @property
     def labels(self) -> Tensor:
@@ -32,25 +33,38 @@ class Rows:
         sizes = {name: column.shape[1] for name, column in self.columns.items() if name.endswith("input_ids")}
         if "labels" in self.columns and self.labels.dim() > 1 and self.labels.shape[1] not in sizes.values():
             sizes["labels"] = self.labels.shape[1]
+        images = ", images of several sizes" if self.uneven else ""
         if len(sizes) == 1:
-            return f"{next(iter(sizes.values()))} tokens each"
-        return ", ".join(f"{count} tokens of {name}" for name, count in sizes.items())
+            return f"{next(iter(sizes.values()))} tokens each{images}"
+        return ", ".join(f"{count} tokens of {name}" for name, count in sizes.items()) + images
 
     def take(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """These rows as one batch, in which the images of all rows come one after another."""
         chosen = self._choose(indices)
-        return {name: column.flatten(0, 1) if column.dim() > 2 else column for name, column in chosen.items()}
+        found = {name: column.flatten(0, 1) if column.dim() > 2 else column for name, column in chosen.columns.items()}
+        return found | {name: torch.cat(column) for name, column in chosen.uneven.items()}
 
-    def _choose(self, indices: Sequence[int]) -> dict[str, Tensor]:
+    def take_parts(self, indices: Sequence[int], count: int) -> list[dict[str, Tensor]]:
+        """These rows as a list of `count` micro-batches."""
+        each = len(indices) // count
+        return [self.take(indices[i * each : (i + 1) * each]) for i in range(count)]
+
+    def largest_first(self) -> list[int]:
+        """The rows in the order of what their images take."""
+        sizes = [sum(column[i].numel() for column in self.uneven.values()) for i in range(len(self))]
+        return sorted(range(len(self)), key=lambda i: -sizes[i])
+
+    def _choose(self, indices: Sequence[int]) -> Rows:
         chosen = torch.tensor(list(indices), dtype=torch.long)  # the dtype matters if there are no indices
-        return {name: column[chosen] for name, column in self.columns.items()}
+        uneven = {name: [column[i] for i in indices] for name, column in self.uneven.items()}
+        return Rows({name: column[chosen] for name, column in self.columns.items()}, uneven)
 
     def split(self, fraction: float, seed: int) -> tuple[Rows, Rows]:
         """Split into (the other rows, `fraction` of the rows), chosen at random by `seed` alone."""
         order = _order(len(self), seed).tolist()
         count = round(fraction * len(self))
         parts = (sorted(order[count:]), sorted(order[:count]))
-        rest, held = (Rows(self._choose(part)) for part in parts)
+        rest, held = (self._choose(part) for part in parts)
         return rest, held
 
 

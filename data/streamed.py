@@ -18,6 +18,7 @@ from .read import examples_of, look
 from .spec import DataSpec
 
 Batch = dict[str, Tensor]
+ONE_SIZE = "each row has the same number of images, all of one size"
 
 
 class StreamedRows:
@@ -42,7 +43,10 @@ class StreamedRows:
         rows = itertools.islice(self._rows(), start, None)
         while True:
             examples = list(itertools.islice(rows, size))
-            yield padded_rows(examples, self.codec, self._sizes(examples)).columns
+            found = padded_rows(examples, self.codec, self._sizes(examples))
+            if found.uneven:
+                raise PlanError(f"--streaming: {ONE_SIZE}; --image-size 448 makes them so, or leave --streaming out")
+            yield found.columns
 
     def _sizes(self, examples: Sequence[Example]) -> dict[str, int]:
         own = {"labels": self.spec.targets} if self.spec.targets is not None else {}

@@ -34,7 +34,7 @@ from .changes.model import Taken
 from .changes.param_groups import GroupOptions, read_groups
 from .counts import LossWeight
 from .feed import Feed
-from .forms import Forms
+from .forms import Forms, why_one_form
 from .one_call import OneCall, one_call
 from .outputs import Outputs
 from .pages import Pages
@@ -215,6 +215,12 @@ class Job:
     def rows(self) -> range:
         """The rows of a global batch that this process may hand over: all, or on a rank of torchrun its lane's."""
         return self._feed.rows
+
+    @property
+    def why_one_form(self) -> str:
+        """What keeps the micro-batches of a step to images of one size and number; "" where they may have several."""
+        no_prologue = "models that read no sizes from their batch"
+        return "" if self._inputs.forms is not None else why_one_form(self.folder) or no_prologue
 
     @property
     def inputs(self) -> list[str]:

@@ -49,8 +49,8 @@ class StepLoss(Tensor):
 
 def _step_taken(call: str) -> PlanError:
     return PlanError(
-        f"{call}: job.step has taken backward and the optimizer's step; leave out loss.backward(), optimizer.step() and "
-        "optimizer.zero_grad(). A part of the loss that is added here trains nothing: return it from forward or loss_fn"
+        f"{call}: job.step has taken backward and the optimizer's step; leave out loss.backward(), optimizer.step() "
+        "and optimizer.zero_grad(). A term that is added to the loss here trains nothing: add it in forward or loss_fn"
     )
 
 

@@ -181,6 +181,28 @@ def test_qwen_vl(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert result.losses == pytest.approx(eager(chosen), rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_images_of_several_sizes(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is a micro-batch, in evaluations, too."""
+    own = QwenProcessor()
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *_, **__: own)
+    data, sizes = write(tmp_path, image), [(28, 28), (56, 56), (28, 56)]
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    for number, (row, size) in enumerate(zip(rows, sizes * 4)):
+        Image.open(image).resize(size).save(tmp_path / f"{number}.png")
+        row["images"] = [f"{number}.png"]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    directory = qwen(tmp_path / "qwen", own.tokenizer)
+    chosen = options(directory, data, tmp_path / "out", eval_fraction=0.3)
+    result, said = run(chosen)
+    assert f"several sizes: a step takes {chosen.batch} micro-batches" in said
+    assert result.losses == pytest.approx(eager(chosen), rel=1e-5, abs=1e-5)
+    assert result.after["loss"] < result.before["loss"]
+    with pytest.raises(PlanError, match="--streaming: each row has the same number of images"):
+        run(dataclasses.replace(chosen, out=tmp_path / "stream", streaming=True, eval_fraction=0.0))
+
+
 def test_a_processor_that_cannot_be_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ImportError("Qwen2VLVideoProcessor requires the Torchvision library")

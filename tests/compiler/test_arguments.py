@@ -95,5 +95,6 @@ def test_an_unknown_keyword_names_the_nearest(name: str, near: str) -> None:
 
 
 def test_a_fourth_argument_without_a_name_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"compile\(model, hardware, example_inputs\) got 4 arguments.*optimizer=\.\.\."):
+    message = r"compile\(model, hardware, example_inputs\) got 4 arguments.*optimizer=\.\.\."
+    with pytest.raises(PlanError, match=message):
         penstock.compile(net(), "laptop-16gb", torch.zeros(4, 6), torch.optim.SGD)  # type: ignore[misc]
