@@ -102,6 +102,8 @@ WRITE: Mapping[str, str] = {  # what to write instead
     "template": "leave it out: the tokenizer in the model's directory has it",
     "tokenizer_name_or_path": "model: a directory that has the tokenizer, too",
     "streaming_dataset": "streaming: true",
+    **dict.fromkeys(("gpu", "gpus", "gpu_name", "num_gpus", "card", "machine"), "hardware: 4090, or 2x4090"),
+    "batch_size": BATCH, "lora": ADAPTER, "quantization": "base: nf4, or int8", "ram": "dram: 64GB",
     **dict.fromkeys(
         ("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing", "deepspeed", "fsdp",
          "fsdp_config", "flash_attention", "flash_attn", "attn_implementation", "ddp_find_unused_parameters",
@@ -257,6 +259,14 @@ def _unknown(section: str, key: str) -> str:
     if near:
         return f"{section} has no key {key!r}; the nearest is {SECTION_OF[near[0]]}.{near[0]}"
     return f"{section} has no key {key!r}; there are {', '.join(SECTIONS[section])}"
+
+
+def option_of_others(word: str) -> str:
+    """What to write on the command line instead of an option that other trainers have; "" for an unknown word."""
+    key = word.lstrip("-").partition("=")[0].replace("-", "_")
+    own = f"{SAME[key]}: ..." if key in SAME else WRITE.get(key, "")
+    name, _, rest = own.partition(":")
+    return f"--{name.replace('_', '-')}{rest}" if name in SECTION_OF else own
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

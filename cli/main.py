@@ -364,6 +364,21 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         print(f"{'does not fit' if isinstance(error, DoesNotFit) else 'error'}: {error}", file=sys.stderr)
         sys.exit(ERROR)
+    except SystemExit as ended:
+        if ended.code == ERROR:
+            print_meant(given)
+        raise
+
+
+def print_meant(words: list[str]) -> None:
+    """After a command line that was refused: what to write for options of other trainers, and for a bare model."""
+    from .config import option_of_others
+
+    for word in words:
+        if word.startswith("--") and (meant := option_of_others(word)):
+            print(f"instead of {word}: {meant}", file=sys.stderr)
+    if len(words) > 1 and words[0] in ("plan", "adapters", "train") and not words[1].startswith("-"):
+        print(f"a model is named by an option: --model {words[1]}", file=sys.stderr)
 
 
 def add_commands() -> None:

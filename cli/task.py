@@ -67,7 +67,7 @@ class TrainingTask:
         if self.stream is not None:
             return Rows(next(self.stream.batches(batch))).take(range(batch))
         assert self.rows is not None
-        first = self.rows.largest_first() if self.micro_batches else range(len(self.rows))
+        first = self.rows.order_by_size() if self.micro_batches else range(len(self.rows))
         return self.take(self.rows, [first[i % len(self.rows)] for i in range(batch)])
 
 

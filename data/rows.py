@@ -49,7 +49,7 @@ class Rows:
         each = len(indices) // count
         return [self.take(indices[i * each : (i + 1) * each]) for i in range(count)]
 
-    def largest_first(self) -> list[int]:
+    def order_by_size(self) -> list[int]:
         """The rows in the order of what their images take."""
         sizes = [sum(column[i].numel() for column in self.uneven.values()) for i in range(len(self))]
         return sorted(range(len(self)), key=lambda i: -sizes[i])

@@ -37,8 +37,8 @@ class StepLoss(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.detach(), spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return str(self.detach().__repr__(tensor_contents=tensor_contents))
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.detach())
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return copy.deepcopy(self.detach(), memo)

@@ -42,6 +42,21 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan --model gpt2 --gpu 4090", "instead of --gpu: --hardware 4090, or 2x4090"),
+        ("train --learning-rate=1e-4", "instead of --learning-rate=1e-4: --lr ..."),
+        ("train --load-in-4bit", "instead of --load-in-4bit: --base nf4"),
+        ("train --fsdp full_shard", "instead of --fsdp: leave it out: the plan decides this"),
+        ("plan llama-3-8b", "a model is named by an option: --model llama-3-8b"),
+    ],
+)
+def test_options_of_other_trainers_lead_to_ours(run: Run, words: str, said: str) -> None:
+    code, _, error = run(*words.split())
+    assert code == 2 and error.endswith(f"{said}\n")
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that `penstock plan --out --dump-passes` wrote."""

@@ -187,14 +187,14 @@ def test_images_of_several_sizes(image: Path, tmp_path: Path, monkeypatch: pytes
     """Each row is a micro-batch, in evaluations, too."""
     own = QwenProcessor()
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *_, **__: own)
-    data, sizes = write(tmp_path, image), [(28, 28), (56, 56), (28, 56)]
+    data, sizes = write(tmp_path, image, count=16), [(28, 28), (56, 56), (28, 56)]
     rows = [json.loads(line) for line in data.read_text().splitlines()]
-    for number, (row, size) in enumerate(zip(rows, sizes * 4)):
+    for number, (row, size) in enumerate(zip(rows, sizes * 6)):
         Image.open(image).resize(size).save(tmp_path / f"{number}.png")
         row["images"] = [f"{number}.png"]
     data.write_text("\n".join(map(json.dumps, rows)))
     directory = qwen(tmp_path / "qwen", own.tokenizer)
-    chosen = options(directory, data, tmp_path / "out", eval_fraction=0.3)
+    chosen = options(directory, data, tmp_path / "out", eval_fraction=0.25)
     result, said = run(chosen)
     assert f"several sizes: a step takes {chosen.batch} micro-batches" in said
     assert result.losses == pytest.approx(eager(chosen), rel=1e-5, abs=1e-5)
