@@ -262,7 +262,7 @@ def _unknown(section: str, key: str) -> str:
 
 
 def option_of_others(word: str) -> str:
-    """What to write on the command line instead of an option that other trainers have; "" for an unknown word."""
+    """Our words for an option of other trainers on the command line; "" for an unknown word."""
     key = word.lstrip("-").partition("=")[0].replace("-", "_")
     own = f"{SAME[key]}: ..." if key in SAME else WRITE.get(key, "")
     name, _, rest = own.partition(":")

@@ -29,7 +29,7 @@ from ..runtime.optimizer.hooks import call_hooks
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.source.trust import Trust
 from ..runtime.state.quantised import quantised_layers, unquantised_note
-from .arguments import check_call, check_compilable, check_graphable
+from .arguments import check_compilable, check_graphable
 from .batches.shape import BatchShape
 from .capture.recorder import NeedsValue
 from .changed_params import require_lasting
@@ -39,7 +39,7 @@ from .folder import Folder, Settings, print_all, print_counts
 from .graphs import Graphs
 from .job.forms import why_one_form
 from .job.job import Job
-from .job.together import planned_once
+from .job.together import check_call, planned_once
 from .packing.borders import has_positions, open_border
 from .packing.varying_inputs import ANY
 from .plan import Plan

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -29,12 +27,7 @@ from .batches.shape import BatchShape
 from .plan import Decisions, Plan
 
 LEAST_TIMEOUT_S = 1.0
-_RATE = "optimizer, as in optimizer=partial(torch.optim.AdamW, lr=1e-4)"
-MEANT = {  # keywords of other libraries -> the argument of `compile` for it
-    "lr": _RATE, "learning_rate": _RATE, "weight_decay": _RATE, "batch": "example_inputs", "inputs": "example_inputs",
-    "batch_size": "example_inputs, whose rows are a step's", "device": "hardware", "devices": "hardware",
-    "dtype": "precision", "mixed_precision": "precision", "gradient_accumulation_steps": "micro_batches",
-}  # fmt: skip
+
 
 _WRAPPERS = (
     ("torch.nn.parallel", "DataParallel"),
@@ -42,24 +35,6 @@ _WRAPPERS = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
     ("deepspeed", "DeepSpeedEngine"),
 )
-
-
-def check_call(make: Callable[..., Any], args: Sequence[Any], names: Iterable[str]) -> None:
-    """Raise `PlanError` for keywords that a function has not, and for arguments that it takes by keyword only."""
-    parameters = inspect.signature(make).parameters.values()
-    plain = [each.name for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    call, known = make.__name__, [each.name for each in parameters]
-    if len(args) > len(plain):
-        raise PlanError(
-            f"{call}({', '.join(plain)}) got {len(args)} arguments without a name; the others are keywords: "
-            f"{call}({', '.join(plain)}, optimizer=...)"
-        )
-    for name in names:
-        if name not in known:
-            near = MEANT.get(name) or difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise PlanError(
-                f"{call}({name}=...): there is no such argument; the nearest is {near}. There are {', '.join(known)}"
-            )
 
 
 def check_model(model: Any) -> None:

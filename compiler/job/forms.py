@@ -72,7 +72,7 @@ class KnownForm:
 
 
 def why_one_form(folder: Folder) -> str:
-    """What keeps the devices of a job to micro-batches of the example's form; "" for nothing."""
+    """The reason why the devices of a job take micro-batches of the example's form alone; "" for none."""
     interface = folder.interface
     reasons = {
         "torchrun": TorchrunDriver.is_present(),

@@ -218,7 +218,7 @@ class Job:
 
     @property
     def why_one_form(self) -> str:
-        """What keeps the micro-batches of a step to images of one size and number; "" where they may have several."""
+        """The reason why the images of a step have one size and number; "" where they may have several."""
         no_prologue = "models that read no sizes from their batch"
         return "" if self._inputs.forms is not None else why_one_form(self.folder) or no_prologue
 

@@ -22,14 +22,14 @@ class StepLoss(Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         if value:
-            raise _step_taken("loss.requires_grad = True")
+            raise _refusal("loss.requires_grad = True")
 
     def requires_grad_(self, requires_grad: bool = True) -> StepLoss:
         self.requires_grad = requires_grad
         return self
 
     def backward(self, *_: Any, **__: Any) -> None:
-        raise _step_taken("loss.backward()")
+        raise _refusal("loss.backward()")
 
     def detach(self) -> Tensor:
         return super().detach().as_subclass(Tensor)
@@ -47,7 +47,7 @@ class StepLoss(Tensor):
         return self.detach().__reduce_ex__(protocol)
 
 
-def _step_taken(call: str) -> PlanError:
+def _refusal(call: str) -> PlanError:
     return PlanError(
         f"{call}: job.step has taken backward and the optimizer's step; leave out loss.backward(), optimizer.step() "
         "and optimizer.zero_grad(). A term that is added to the loss here trains nothing: add it in forward or loss_fn"

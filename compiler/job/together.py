@@ -6,11 +6,12 @@ would take each other's cores. An error on any rank is raised on all of them.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec
 
 from ...ir.errors import PenstockError, PlanError, error_from_data, error_to_data
@@ -21,7 +22,6 @@ from ...runtime.processes.ranks import Ranks, Told
 from ...runtime.processes.rows import Member
 from ...runtime.processes.store_thread import connect_store
 from ...runtime.processes.torchrun import TorchrunDriver
-from ..arguments import check_call
 from ..own_copy import own_copy_bytes, reserve_copies
 from ..plan import Plan
 from .job import Job
@@ -38,7 +38,31 @@ SAME = (
     "max_grad_norm",
     "seed",
 )
+_RATE = "optimizer, as in optimizer=partial(torch.optim.AdamW, lr=1e-4)"
+MEANT = {  # keywords of other libraries -> the argument of `compile` for it
+    "lr": _RATE, "learning_rate": _RATE, "weight_decay": _RATE, "batch": "example_inputs", "inputs": "example_inputs",
+    "batch_size": "example_inputs, whose rows are a step's", "device": "hardware", "devices": "hardware",
+    "dtype": "precision", "mixed_precision": "precision", "gradient_accumulation_steps": "micro_batches",
+}  # fmt: skip
 P = ParamSpec("P")
+
+
+def check_call(make: Callable[..., Any], args: Sequence[Any], names: Iterable[str]) -> None:
+    """Raise `PlanError` for keywords that a function has not, and for arguments that it takes by keyword only."""
+    parameters = inspect.signature(make).parameters.values()
+    plain = [each.name for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    call, known = make.__name__, [each.name for each in parameters]
+    if len(args) > len(plain):
+        raise PlanError(
+            f"{call}({', '.join(plain)}) got {len(args)} arguments without a name; the others are keywords: "
+            f"{call}({', '.join(plain)}, optimizer=...)"
+        )
+    for name in names:
+        if name not in known:
+            near = MEANT.get(name) or difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise PlanError(
+                f"{call}({name}=...): there is no such argument; the nearest is {near}. There are {', '.join(known)}"
+            )
 
 
 def planned_once(make: Callable[P, Job]) -> Callable[P, Job]:

@@ -144,7 +144,7 @@ class Prologue:
         return [each.name for each in self.inputs if each.dim is not None]
 
     def note(self, why_one_form: str) -> str:
-        """What a user is told. `why_one_form`: why batches of other sizes cannot be captured; "" if they can."""
+        """The text for the user. `why_one_form`: why batches of other sizes cannot be captured; "" if they can."""
         sizes = "batches of other sizes, such as images, are captured when they first come (docs/promises.md)"
         if why_one_form:
             same = "the example's sizes (the same number of images a row, all of one size)"

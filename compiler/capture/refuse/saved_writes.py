@@ -20,7 +20,7 @@ REFUSAL = "modified by an inplace operation"  # torch's words
 
 def require_unchanged(recorder: Recorder, loss: torch.Tensor) -> None:
     """Raise `CaptureError` with the user's lines where autograd refuses the way back from the loss."""
-    writes = [step for step in recorder.steps if step.meta["mutates"]] if _may_meet_saved(recorder) else []
+    writes = [step for step in recorder.steps if step.meta["mutates"]] if _may_meet_saves(recorder) else []
     trained = [parameter for parameter in recorder.held.model.parameters() if parameter.requires_grad]
     if not (writes and trained and loss.requires_grad):
         return
@@ -39,7 +39,7 @@ def require_unchanged(recorder: Recorder, loss: torch.Tensor) -> None:
         ) from error
 
 
-def _may_meet_saved(recorder: Recorder) -> bool:
+def _may_meet_saves(recorder: Recorder) -> bool:
     """Whether a write may change what autograd has saved: a tensor with a gradient, or the storage of an argument or a
     result of an earlier step that autograd follows. Asking costs a pass over the steps; autograd takes as long as
     forward."""
