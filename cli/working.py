@@ -67,6 +67,7 @@ def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
     screen = Console(markup=False, emoji=False, stderr=True)
     items = items and functools.cache(items)
     told = "planning"
+    show: Callable[[str], None] = screen.print
 
     def tell(text: str) -> None:
         nonlocal told, items
@@ -74,7 +75,7 @@ def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
         show(told)
 
     if not screen.is_terminal:
-        show, is_answered = screen.print, False
+        is_answered = False
 
         def say_first(record: logging.LogRecord) -> None:
             nonlocal is_answered
@@ -93,6 +94,10 @@ def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
             notice.cancel()
         return
     with screen.status(Text(told)) as status:
-        show = lambda text: status.update(Text(text))  # noqa: E731
+
+        def update(text: str) -> None:
+            status.update(Text(text))
+
+        show = update
         with _listening(lambda record: show(f"{told}: {progress_text(record, items)[0]}")):
             yield tell
