@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -39,7 +40,7 @@ def progress_text(record: logging.LogRecord, items: Items | None) -> tuple[str, 
     from ..compiler.search.attempts import Progress  # there already, as it has told of a plan
 
     text, progress = record.getMessage(), record.msg
-    if items is None or not isinstance(progress, Progress) or progress.best_s is None:
+    if items is None or not isinstance(progress, Progress) or progress.best_s is None or not progress.is_asked:
         return text, False
     return answer_so_far(progress.best_s, progress.bound_s, *items()) + text, True
 
@@ -75,11 +76,11 @@ def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
         show(told)
 
     if not screen.is_terminal:
-        is_answered = False
+        is_answered, begun_s = False, time.monotonic()
 
         def say_first(record: logging.LogRecord) -> None:
             nonlocal is_answered
-            if not is_answered:
+            if not is_answered and time.monotonic() - begun_s > NOTICE_S:
                 text, is_answered = progress_text(record, items)
                 if is_answered:
                     screen.print(text, soft_wrap=True)

@@ -64,17 +64,19 @@ class Wishes:
     lasting_bytes: int = 0  # between steps, each tensor once
     fewest_first: bool = False
     steps: int | None = None
+    is_asked: bool = True  # by a user; else by a refusal, which looks for the nearest plan
     require: Callable[[Sequence[Program]], None] | None = None
 
 
 @dataclass(frozen=True)
 class Progress:
     """The progress of a search, which its logger tells after each plan: the plans tried, the step of the best of them,
-    and a lower bound for the numbers of micro-batches tried."""
+    and a lower bound for the numbers of micro-batches tried. `is_asked`: as of `Wishes`."""
 
     num_tried: int
     best_s: float | None
     bound_s: float
+    is_asked: bool = True
 
     def __str__(self) -> str:
         best = "none fits so far" if self.best_s is None else f"the best takes {format_seconds(self.best_s)}"
@@ -168,7 +170,7 @@ class Attempts:
     @property
     def progress(self) -> Progress:
         best_s = None if self.best is None else self.best.step_s
-        return Progress(len(self.trials), best_s, min(self.bounds_s.values(), default=0.0))
+        return Progress(len(self.trials), best_s, min(self.bounds_s.values(), default=0.0), self.wishes.is_asked)
 
     @property
     def best_candidate(self) -> Candidate:

@@ -66,7 +66,7 @@ class Growth:
 def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> DoesNotFit:
     """The same error with the nearest plan that fits in its text and in its `nearest`, and with what the script's own
     copy of the model takes of the memory that is short, and with the other users of that memory."""
-    wishes = dataclasses.replace(wishes, dump=None, search_s=0.0)  # the first that fits will do
+    wishes = dataclasses.replace(wishes, dump=None, search_s=0.0, is_asked=False)  # the first that fits will do
     found = next(filter(None, _tries(miss, trace, hardware, wishes)), None)
     whole = _what_stays_whole(trace, hardware, wishes) if tier_of(miss.memory) == ops.DEVICE else ""
     own = _own_copy(hardware, miss.memory)

@@ -54,7 +54,9 @@ def test_a_pipe_hears_of_planning_that_takes_seconds(monkeypatch: pytest.MonkeyP
     assert capfd.readouterr().err == ""
 
 
-def test_the_first_plan_that_fits_is_answered_at_once_and_better_ones_replace_it(screen: Console) -> None:
+def test_the_first_plan_that_fits_is_answered_at_once_and_better_ones_replace_it(
+    screen: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rates are of the best step so far and of the bound; alternatives have other batches, so none is told."""
     logger, asked = logging.getLogger(SEARCH), []
     assert isinstance(screen.file, io.StringIO)
@@ -64,7 +66,13 @@ def test_the_first_plan_that_fits_is_answered_at_once_and_better_ones_replace_it
         return 2048, "token"
 
     with working(items) as tell:
-        for progress in (Progress(1, None, 0.5), Progress(2, 4.0, 0.0), Progress(3, 2.0, 0.5)):
+        monkeypatch.setattr("penstock.cli.working.NOTICE_S", 0.0)
+        for progress in (
+            Progress(1, 4.0, 0.5, is_asked=False),
+            Progress(1, None, 0.5),
+            Progress(2, 4.0, 0.0),
+            Progress(3, 2.0, 0.5),
+        ):
             logger.info(progress)
             screen.print("next")  # draws the line
         tell("with --batch 8")
@@ -79,5 +87,5 @@ def test_the_first_plan_that_fits_is_answered_at_once_and_better_ones_replace_it
         "planning with --batch 8: 4 plans tried, the best takes 4.00 s",
     ):
         assert (line in shown) == screen.is_terminal
-    assert screen.is_terminal or shown == f"next {first} next next planning with --batch 8 last"
+    assert screen.is_terminal or shown == f"next next {first} next next planning with --batch 8 last"
     assert len(asked) == 1
