@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -242,3 +243,32 @@ def test_accelerate_launch_of_an_unchanged_script(tmp_path: Path) -> None:
     assert told[1][1] == "PenstockAccelerator" != told[0][1]
     assert float(told[1][2]) == pytest.approx(float(told[0][2]), abs=1e-4)
     assert "planning GPT2LMHeadModel on cpu" in ran.stderr and "bound by" in ran.stderr
+
+
+RANKS = """
+import json, os
+from accelerate import Accelerator
+from penstock.tests.integrations.accelerate.test_accelerator import causal, loop
+from penstock.tests.integrations.transformers.runs import row
+even = lambda: (causal()[0], [row(7 * i) for i in range(32)])  # rows with equal numbers of labels
+losses, _, model = loop(Accelerator(cpu=True), even, rows=32)
+with open(__file__ + os.environ["RANK"], "w") as file:
+    json.dump([*losses, float(sum(p.double().square().sum() for p in model.parameters()))], file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_processes_train_as_with_accelerate(tmp_path: Path) -> None:
+    """Each loss is the mean of those of the processes, and the weights are the same."""
+    script = tmp_path / "script.py"
+    script.write_text(RANKS)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ours = ["-m", "penstock.integrations.launch", "--hardware", "cpu", "--set", "memory=1GB", "--set", "num_devices=2"]
+    found = []
+    for extra in (ours, []):
+        ran = subprocess.run([*start, *extra, str(script)], capture_output=True, text=True, timeout=300, check=False)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        rows = [json.loads(Path(f"{script}{rank}").read_text()) for rank in range(2)]
+        found.append(torch.tensor(rows).mean(0))
+    torch.testing.assert_close(found[0], found[1], rtol=2e-5, atol=2e-5)
