@@ -80,7 +80,7 @@ class Progress:
 
     def __str__(self) -> str:
         best = "none fits so far" if self.best_s is None else f"the best takes {format_seconds(self.best_s)}"
-        return f"{self.num_tried} plans tried, {best}"
+        return f"{self.num_tried} plan{'s' * (self.num_tried != 1)} tried, {best}"
 
 
 @dataclass

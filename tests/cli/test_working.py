@@ -81,7 +81,7 @@ def test_the_first_plan_that_fits_is_answered_at_once_and_better_ones_replace_it
     shown = " ".join(screen.file.getvalue().split())
     first = "fits; 512 or more tokens a second; so far 2 plans tried, the best takes 4.00 s"
     for line in (
-        "planning: 1 plans tried, none fits so far",
+        "planning: 1 plan tried, none fits so far",
         f"planning: {first}",
         "planning: fits; between 1,024 and 4,096 tokens a second; so far 3 plans tried, the best takes 2.00 s",
         "planning with --batch 8: 4 plans tried, the best takes 4.00 s",
