@@ -68,10 +68,11 @@ RACES = (
         "a step's end waits for the streams", STREAMS, "event.wait()\n        stream.board", "stream.board", (ALONE,),
     ),
     Race(
-        "the stream waits for a received message", PEERS, "_alias(into)], 0, 0).wait()", "_alias(into)], 0, 0)", (PAIR,)
+        "the stream waits for a received message", PEERS, "_alias(into)], rank, 0).wait()", "_alias(into)], rank, 0)",
+        (PAIR,),
     ),
     Race(
-        "the stream waits for a sent message", PEERS, "_alias(value)], 1, 0).wait()", "_alias(value)], 1, 0)",
+        "the stream waits for a sent message", PEERS, "_alias(value)], rank, 0).wait()", "_alias(value)], rank, 0)",
         (SWAPPED,),
     ),
     Race(
