@@ -122,6 +122,10 @@ class Recorder(GraphWriter):
         for name, value in values.items():
             self.values.know(inputs[name], value.clone(), of_batch=True)
 
+    def leaves_out(self, path: tuple[int, ...]) -> bool:
+        """Whether a part that eager runs for chosen rows alone is left out."""
+        return False
+
     # -- hooks ------------------------------------------------------------------------------------------------------
 
     @contextmanager

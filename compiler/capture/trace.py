@@ -38,6 +38,7 @@ from .recorder import Recorder
 from .reference_code import reference_note, require_own_forwards
 from .refusals import add_way_out
 from .refuse.adapter_kinds import require_trainable_adapters
+from .refuse.left_out import require_own_parts
 from .refuse.repeat import require_repeatable
 from .refuse.saved_writes import require_unchanged
 from .refuse.shared_memory import require_own_memory
@@ -209,6 +210,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         recorder.graph.output(nodes)
         known = replace(inputs, batch=tree_map(lambda x: x.value if type(x) is UnreadLeaf else x, inputs.batch))
         require_repeatable(recorder, lambda again: run_forward(again, known, options.loss_fn), nodes, before)
+        require_own_parts(recorder, lambda again: run_forward(again, known, options.loss_fn), nodes)
         number_draws(recorder.graph)
         flow = Dataflow(recorder.graph.nodes)
         unused, removable = (flow.dead(draws=draws, writes=True) for draws in (False, True))

@@ -19,6 +19,8 @@ from ....ir.calls import function_name
 _OF_FINITE = {"isfinite": True, "isnan": False, "isinf": False}
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "RERAISE")
 _MOST = 400  # instructions that are looked at
+# Comparisons of a number of things by which 0 and all others are told apart -> their truth for others.
+ANSWERS = {("==", 0): False, ("!=", 0): True, (">", 0): True, (">=", 1): True, ("<", 1): False, ("<=", 0): False}
 
 
 def answer_without_error(frame: FrameType) -> tuple[bool, str] | None:
@@ -62,37 +64,13 @@ def span_of_branch(frame: FrameType, answer: bool) -> range | None:
     return code.span(code.place_of[frame.f_lasti], answer)
 
 
-def turn_of_loop(frame: FrameType) -> range | None:
-    """The instructions of a turn of the loop that a frame begins or goes on with; None where it does anything else."""
-    code = _Code(frame)
-    place = code.place_of[frame.f_lasti]
-    if code.all[place].opname != "FOR_ITER":
-        return None
-    return range(code.all[place + 1].offset, code.all[code._target(place)].offset)
-
-
-def numbers_of_frame(frame: FrameType, inside: range) -> dict[str, Any]:
-    """The plain values, and the lengths of collections, of variables that these instructions may change and others
-    read."""
-    code = _Code(frame)
-    read = {i.argval for i in code.all if i.offset not in inside and i.opname.startswith("LOAD_")}
-    stored = {i.argval for i in code.all if i.offset in inside and i.opname.startswith("STORE_")}
-    found: dict[str, Any] = {}
-    for name, value in frame.f_locals.items():
-        if name in read and isinstance(value, (list, dict, set)):
-            found[name] = len(value)
-        elif name in read & stored and isinstance(value, (bool, int, float, str)):
-            found[name] = value
-    return found
-
-
 def answer_about_length(frame: FrameType) -> bool | None:
     """The answer of a branch on `len(...)`, which a frame calls, where that is not 0; None where it asks more."""
     code = _Code(frame)
     _, place, compared = code.question(code.place_of[frame.f_lasti])
     if compared is None:
         return True if place is not None else None
-    return {("==", 0): False, ("!=", 0): True, (">", 0): True, (">=", 1): True, ("<", 1): False}.get(compared)
+    return ANSWERS.get(compared)
 
 
 def _is_error(value: object) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,7 +32,7 @@ from ....ir.errors import CaptureError
 from ....runtime.functions.chosen import gradient_if
 from ....runtime.torch_names import DisableTorchFunction, FakeTensor, assert_async
 from ..rows.sizes import OtherTrace
-from .branches import answer_about_length, numbers_of_frame, span_of_branch, turn_of_loop
+from .branches import ANSWERS, answer_about_length, span_of_branch
 from .fixed_sizes import is_mask, map_leaves
 
 NOT_CHOSEN = object()
@@ -72,17 +72,17 @@ class MaskPlaces:
 
 @dataclass(eq=False)
 class SkippedSpan:
-    """A part of forward that eager runs under a condition. `inside`: its instructions in a frame; `first` and `last`:
-    the nodes before it and at its end."""
+    """A part of forward that eager runs under a condition. `path`: its number within each of the parts around it;
+    `branch`: its frame and its instructions there, of a branch; `first` and `last`: the nodes before it and at its end;
+    `steps`: those of the recorder."""
 
     condition: Tensor
-    first: fx.Node | None
     text: str
-    frame: FrameType
-    inside: range
-    is_turn: bool = False  # of a loop over places, which tells its end
+    path: tuple[int, ...]
+    branch: tuple[FrameType, range] | None  # None for a turn of a loop over places, which tells its end
+    first: fx.Node | None
+    steps: range
     last: fx.Node | None = None
-    numbers: dict[str, Any] = field(default_factory=dict)  # of the frame's variables
 
 
 class ChosenRows:
@@ -95,13 +95,14 @@ class ChosenRows:
         self.lists: dict[int, MaskPlaces] = {}  # id of what nonzero() gives
         self.follows: set[fx.Node] = set()  # nodes that have rows by places
         self.ends: set[fx.Node] = set()  # nodes that leave rows out
-        self.results: set[fx.Node] = set()  # those that write back
+        self.results: dict[fx.Node, fx.Node | None] = {}  # those that write back -> what they give without rows
         self.segments: list[list[MaskPlaces]] = []  # those of each split by sizes
         self.read: tuple[FrameType, int] | None = None  # the instruction that has taken a `ChosenCount` as a number
         self.is_writing = False
         self.skipped: dict[fx.Node, fx.Node] = {}  # nodes that eager may leave out -> on which condition
         self.open: list[SkippedSpan] = []
         self.closed: list[SkippedSpan] = []
+        self.begun: dict[tuple[int, ...], int] = {}  # path of a part -> the number of parts in it so far
 
     def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Record another call, also where the user's code runs."""
@@ -186,8 +187,7 @@ class ChosenRows:
             truth = answer_about_length(frame)
             if truth is None:
                 self.refuse()
-            self.decide(counted, truth, frame)
-            return answer
+            return answer if self.decide(counted, truth, frame) == truth else 0
         return tuple(map(count, answer)) if isinstance(answer, tuple) else count(answer)
 
     def decide(self, count: ChosenCount, answer: bool, frame: FrameType) -> bool:
@@ -196,9 +196,8 @@ class ChosenRows:
         if inside is None or count.of is None:
             self.refuse()
         self.close()
-        condition = self.call(torch.any, count.of.valid)
-        self._begin(SkippedSpan(condition, None, self._text(), frame, inside))
-        return answer
+        span = self._begin(self.call(torch.any, count.of.valid), (frame, inside))
+        return answer if span is not None else not answer
 
     def refuse(self) -> NoReturn:
         raise CaptureError(self._text())
@@ -355,7 +354,7 @@ class ChosenRows:
         places = self._find_places(self.recorder.node_of[id(index)]) if self.has(index) else None
         if places is None or dim != 0 or more:
             self.refuse()
-        kept = self._left_out(places, source)
+        kept, into = self._left_out(places, source), self.recorder.node_of.get(id(target))
         raw = self._key(target, index)
         if raw is None:
             self.is_writing = True
@@ -368,7 +367,7 @@ class ChosenRows:
         else:
             total = self._total(places, kept, raw[2])
             result = self.call(torch.add if func.__name__ == "index_add" else Tensor.add_, target, total)
-        return self._result(result)
+        return self._result(result, into)
 
     def _put(self, func: Any, target: Tensor, key: Any, values: Any, accumulate: bool = False) -> Any:
         key = self._replace_masks(tuple(key) if isinstance(key, list) else key)
@@ -379,7 +378,7 @@ class ChosenRows:
         if found is None or found[3] or None in found[4] or not isinstance(values, Tensor):
             self.refuse()
         places, _, dims, _, _ = found
-        call = self.call
+        call, into = self.call, self.recorder.node_of.get(id(target))
         values = values if values.dtype == target.dtype else call(Tensor.to, values, target.dtype)
         total = self._total(places, self._left_out(places, values), dims)
         if accumulate:
@@ -392,12 +391,12 @@ class ChosenRows:
             chosen = call(Tensor.view, call(torch.gt, number, 0), (*number.shape, *[1] * (total.dim() - number.dim())))
             new = call(torch.where, chosen, total, target)
         if func.__name__ == "index_put":
-            return self._result(new)
-        result = self._result(call(Tensor.copy_, target, new))
+            return self._result(new, into)
+        result = self._result(call(Tensor.copy_, target, new), into)
         return None if func.__name__ == "__setitem__" else result
 
-    def _result(self, value: Tensor) -> Tensor:
-        self.results.add(self.recorder.node_of[id(value)])
+    def _result(self, value: Tensor, into: fx.Node | None) -> Tensor:
+        self.results[self.recorder.node_of[id(value)]] = into
         return value
 
     # --- runs of rows of sizes that activations tell
@@ -453,7 +452,7 @@ class ChosenRows:
         total = self._left_out(self.segments[self.segments.index(own)][0], values[0])  # type: ignore[arg-type]
         for places, value in list(zip(own, values))[1:]:
             total = self.call(torch.add, total, self._left_out(places, value))  # type: ignore[arg-type]
-        return self._result(total)
+        return self._result(total, None)
 
     # --- loops
 
@@ -483,40 +482,44 @@ class ChosenRows:
             outer = self.open[-1].condition if self.open else None
             condition = self.call(Tensor.__getitem__, places.valid, number)
             condition = condition if outer is None else self.call(torch.logical_and, condition, outer)
-            frame = sys._getframe(1)  # that takes the next turn
-            turn = turn_of_loop(frame) if frame in self.recorder.lines.frames(1) else None
-            if turn is None:  # a list of all numbers
-                self.refuse()
-            span = self._begin(SkippedSpan(condition, None, self._text(), frame, turn, is_turn=True))
+            span = self._begin(condition, None)
+            if span is None:
+                continue
             try:
                 yield item
             finally:
                 while span in self.open:
                     self._end()
 
-    def _begin(self, span: SkippedSpan) -> SkippedSpan:
-        span.first, span.numbers = self._last_node(), numbers_of_frame(span.frame, span.inside)
-        self.open.append(span)
-        return span
+    def _begin(self, condition: Tensor, branch: tuple[FrameType, range] | None) -> SkippedSpan | None:
+        """Begin a part of forward that eager runs under a condition; None where it is to be left out."""
+        outer = self.open[-1].path if self.open else ()
+        number = self.begun.get(outer, 0)
+        self.begun[outer] = number + 1
+        if self.recorder.leaves_out((*outer, number)):
+            return None
+        begin = len(self.recorder.steps)
+        self.open.append(
+            SkippedSpan(condition, self._text(), (*outer, number), branch, self._last_node(), range(begin, begin))
+        )
+        return self.open[-1]
 
     def _end(self) -> None:
         span = self.open.pop()
-        span.last = self._last_node()
-        if numbers_of_frame(span.frame, span.inside) != span.numbers:
-            raise CaptureError(span.text)
+        span.last, span.steps = self._last_node(), range(span.steps.start, len(self.recorder.steps))
         self.closed.append(span)
 
     def close(self) -> None:
         """End the spans whose frame has left them."""
-        if not self.open or self.open[-1].is_turn:
+        if not self.open or self.open[-1].branch is None:
             return
         running, frame = set[FrameType](), sys._getframe(1)
         while frame.f_back is not None:
             running.add(frame)
             frame = frame.f_back
-        while self.open and not self.open[-1].is_turn:
-            span = self.open[-1]
-            if span.frame in running and span.frame.f_lasti in span.inside:
+        while self.open and self.open[-1].branch is not None:
+            frame, inside = self.open[-1].branch
+            if frame in running and frame.f_lasti in inside:
                 return
             self._end()
 
@@ -622,33 +625,21 @@ class ChosenCount:
         self.chosen.read = frame, frame.f_lasti
         return self.value
 
-    def _compare(self, answers: dict[Any, bool], other: Any) -> bool:
-        if type(other) is not int or other not in answers:
-            self.chosen.refuse()
-        return self.chosen.decide(self, answers[other], sys._getframe(2))
-
     def __bool__(self) -> bool:
         return self.chosen.decide(self, True, sys._getframe(1))
 
-    def __eq__(self, other: object) -> bool:
-        return self._compare({0: False}, other)
 
-    def __ne__(self, other: object) -> bool:
-        return self._compare({0: True}, other)
+def _compare(sign: str) -> Callable[[ChosenCount, Any], bool]:
+    def compare(self: ChosenCount, other: Any) -> bool:
+        if type(other) is not int or (sign, other) not in ANSWERS:
+            self.chosen.refuse()
+        return self.chosen.decide(self, ANSWERS[sign, other], sys._getframe(1))
 
-    def __gt__(self, other: int) -> bool:
-        return self._compare({0: True}, other)
-
-    def __ge__(self, other: int) -> bool:
-        return self._compare({1: True}, other)
-
-    def __lt__(self, other: int) -> bool:
-        return self._compare({1: False}, other)
-
-    def __le__(self, other: int) -> bool:
-        return self._compare({0: False}, other)
+    return compare
 
 
+for _name, _sign in {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}.items():
+    setattr(ChosenCount, f"__{_name}__", _compare(_sign))
 for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod",
     "rpow", "neg", "abs", "int", "float", "repr", "str", "format", "divmod", "and", "or", "xor", "invert",

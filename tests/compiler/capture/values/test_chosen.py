@@ -115,7 +115,15 @@ def sort_by_size(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Ten
     return torch.zeros_like(tokens).index_add(0, order // EACH, found * weights.flatten()[order][:, None])
 
 
-STYLES = [hit_list, use_stack, skip_empty, branch, use_masks, sort_by_size]
+def ask_for_next(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out = hits(chosen), torch.zeros_like(tokens)
+    turns = iter(hit)
+    while (expert := next(turns, None)) is not None:
+        run_expert(m, mask, expert, tokens, out)
+    return out
+
+
+STYLES = [hit_list, use_stack, skip_empty, branch, use_masks, sort_by_size, ask_for_next]
 
 
 def batch_of(rows: int = 4) -> dict[str, Tensor]:
@@ -257,4 +265,121 @@ def list_turns(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tenso
 @pytest.mark.parametrize("style", [count_turns, list_turns, count, repeat, average, escape, penalise, left, dense])
 def test_what_rows_chosen_by_value_must_not_do(style: Any) -> None:
     with pytest.raises(CaptureError, match=r"test_chosen\.py:\d+: (.|\n)*where they are written"):
+        trace(Net(style), batch_of())
+
+
+def run_expert(m: Any, mask: Tensor, expert: Tensor, tokens: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    _, token = torch.where(mask[expert].squeeze(0))
+    out.index_add_(0, token, m.experts[int(f"{expert[0]}")](tokens[token]) * scale)
+
+
+def hits(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    mask = nn.functional.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    return mask, torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+
+
+def count_in_a_list(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out, turns = hits(chosen), torch.zeros_like(tokens), [0]
+    for expert in hit:
+        run_expert(m, mask, expert, tokens, out)
+        turns[0] += 1
+    return out / turns[0]
+
+
+def count_in_an_attribute(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out, m.turns = hits(chosen), torch.zeros_like(tokens), 0
+    for expert in hit:
+        run_expert(m, mask, expert, tokens, out)
+        m.turns += 1
+    return out / m.turns
+
+
+def grow_a_tuple(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out, turns = hits(chosen), torch.zeros_like(tokens), ()
+    for expert in hit:
+        run_expert(m, mask, expert, tokens, out)
+        turns = (*turns, expert)
+    return out / len(turns)
+
+
+def number_turns(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out = hits(chosen), torch.zeros_like(tokens)
+    for number, expert in enumerate(hit):
+        run_expert(m, mask, expert, tokens, out, 1.0 + number)
+    return out
+
+
+def carry_a_number(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out, scale = hits(chosen), torch.zeros_like(tokens), 1
+    for expert in hit:
+        run_expert(m, mask, expert, tokens, out, scale)
+        scale += 1
+    return out
+
+
+def end_at_first(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out = hits(chosen), torch.zeros_like(tokens)
+    for expert in hit:
+        run_expert(m, mask, expert, tokens, out)
+        break
+    return out
+
+
+def return_at_first(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out = hits(chosen), torch.zeros_like(tokens)
+    for expert in hit:
+        run_expert(m, mask, expert, tokens, out)
+        return out
+    return tokens
+
+
+def take_first(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), out = hits(chosen), torch.zeros_like(tokens)
+    run_expert(m, mask, next(iter(hit)), tokens, out)
+    return out
+
+
+def count_by_comprehension(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    return tokens * sum(1 for _ in hits(chosen)[1])
+
+
+def keep_last(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out, last = torch.zeros_like(tokens), m.experts[0]
+    for number, expert in enumerate(m.experts):
+        token, _ = torch.where(chosen == number)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(tokens[token]))
+        last = expert
+    return out + last(tokens)
+
+
+def use_first(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out, first = torch.zeros_like(tokens), None
+    for number, expert in enumerate(m.experts):
+        token, _ = torch.where(chosen == number)
+        if len(token) != 0:
+            first = first or expert
+            out.index_add_(0, token, first(tokens[token]))
+    return out
+
+
+def sum_a_list(m: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    (mask, hit), found = hits(chosen), []
+    for expert in hit:
+        found.append(torch.zeros_like(tokens))
+        run_expert(m, mask, expert, tokens, found[-1])
+    return sum(found, start=tokens)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        count_in_a_list, count_in_an_attribute, grow_a_tuple, number_turns, carry_a_number, end_at_first,
+        return_at_first, take_first, count_by_comprehension, keep_last, use_first, sum_a_list,
+    ],
+)  # fmt: skip
+def test_python_carries_nothing_out_of_a_part_that_may_be_left_out(style: Any) -> None:
+    """Each of these does something else where an expert has no tokens, which the recording cannot show."""
+    with pytest.raises(CaptureError, match=r"test_chosen\.py:\d+: (.|\n)*something else elsewhere when it leaves"):
         trace(Net(style), batch_of())
