@@ -38,7 +38,8 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, WIDTH)
-        scores = self.router(tokens).softmax(-1) * torch.tensor([1.0] * (EXPERTS - 1) + [0.0])
+        scores = self.router(tokens).softmax(-1)
+        scores = scores * scores.new_tensor([1.0] * (EXPERTS - 1) + [0.0])
         weights, chosen = scores.topk(EACH, -1)
         return x + self.style(self, tokens, weights, chosen).view_as(x)
 
