@@ -309,6 +309,12 @@ class Attempts:
         """The fastest trials of one layout of lanes."""
         return [trial for trial in self.fastest() if trial.candidate.mesh == mesh]
 
+    def seen_s(self, mesh: Mesh) -> float:
+        """The shortest step that the trials of a layout take at least; 0 where they tell nothing."""
+        of_mesh = [trial for trial in self.trials if trial.candidate.mesh == mesh and not trial.candidate.name]
+        found = [t.reason.bound_s if isinstance(t.reason, Pruned) else t.step_s or 0.0 for t in of_mesh]
+        return min((step_s for step_s in found if step_s), default=0.0)
+
     def lane_of(self, candidate: Candidate, count: int) -> Draft | None:
         """The draft of one of the candidate's lanes; None, and a trial with the reason, where a pass refuses it."""
         try:

@@ -39,6 +39,7 @@ from .trial import Pruned, Skipped, Trial
 
 LEADERS = 3  # partitions whose schedules and tiers are tried
 ALIKE = 0.75  # the share of repeated blocks from which those of one kind make the model a chain of these
+HOPELESS = 2  # times the best step: a layout so slow is not tried with more micro-batches, which gain less
 FAR = 0.1  # by how much the first may be slower than the best: schedules and tiers gain less
 
 
@@ -179,15 +180,18 @@ def tiers_of_the_first(position: Position) -> Iterator[Candidate]:
 
 def lanes(position: Position) -> Iterator[Candidate]:
     """For few devices, layouts of several lanes, with another number of micro-batches, too, where by its estimate that
-    is faster than the best; then all moves with the best layout and its number.
+    is faster than the best, unless the layout has shown to be far from it; then all moves with the best layout and its
+    number.
 
     Lanes may need more micro-batches than one pipeline: each has all of the model, and less room for what is saved."""
     attempts, base = position.attempts, position.base
     for row in estimates(position.lane, list(dict.fromkeys([position.count, *attempts.usual]))):
         if row.count == position.count:
             yield from layout_scouts(attempts, row, base)
-        elif attempts.best is not None and row.estimate_s < attempts.best.step_s:
-            attempts.look(row.count, layout_scouts(attempts, row, base))
+        elif attempts.best is not None:
+            promised_s = max(row.estimate_s, attempts.seen_s(row.mesh) / HOPELESS)
+            if promised_s < attempts.best.step_s:
+                attempts.look(row.count, layout_scouts(attempts, row, base))
     if attempts.best is None or attempts.best.count == position.count:
         yield from on_best_mesh(attempts, position.count, base)
     else:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.plan import Plan
-from penstock.compiler.search import attempts, compiled
+from penstock.compiler.search import attempts, compiled, moves
 from penstock.compiler.search.attempts import Attempts, Wishes
 from penstock.compiler.search.bounds import ideal_bounds, machine_bound
 from penstock.compiler.search.candidate import PLAIN, Candidate
@@ -27,6 +27,7 @@ from penstock.compiler.search.candidates import (
     stage_counts,
 )
 from penstock.compiler.search.compiled import CandidateCompiler
+from penstock.compiler.search.layouts import LayoutEstimate
 from penstock.compiler.search.moves import Position, has_unlike_blocks
 from penstock.compiler.search.search import Sweep, search
 from penstock.compiler.search.trial import Pruned, Skipped, Trial, why_not
@@ -37,6 +38,7 @@ from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.passes.sharding.insert_shard import InsertShard
+from penstock.passes.sharding.mesh import Mesh
 from penstock.passes.table import PASSES
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.zoo import zoo
@@ -226,6 +228,34 @@ def test_lanes_that_promise_more_come_before_all_moves() -> None:
     sweep.everything()
     of_lanes = [trial.candidate.mesh is not None for trial in sweep.trials]
     assert of_lanes.index(True) <= 8 and sweep.best is not None and sweep.best.candidate.mesh is not None
+
+
+@pytest.mark.parametrize(
+    ("seen", "tried"),
+    [
+        ([], True),
+        ([30.0], True),  # not far from the best
+        ([41.0], False),
+        ([Pruned(41.0, "ssd0")], False),
+        ([41.0, Pruned(38.0)], True),
+        ([DoesNotFit("gpu0 has less", memory="gpu0", missing_bytes=1)], True),  # more micro-batches may fit
+    ],
+)
+def test_a_layout_far_from_the_best_is_not_tried_with_more_micro_batches(
+    monkeypatch: pytest.MonkeyPatch, seen: list[Any], tried: bool
+) -> None:
+    mesh, looked = Mesh(2), list[int]()
+    of_mesh = [Trial(PLAIN.on(mesh), 2, *([each] if isinstance(each, float) else [None, each])) for each in seen]
+    here = SimpleNamespace(
+        best=SimpleNamespace(step_s=20.0, count=2), best_candidate=PLAIN, usual=[2, 4],
+        trials=[*of_mesh, Trial(PLAIN, 2, 20.0)], look=lambda count, candidates: looked.append(count),
+    )  # fmt: skip
+    here.seen_s = functools.partial(Attempts.seen_s, here)
+    rows = [LayoutEstimate(mesh, count, bound_s=1.0, estimate_s=10.0) for count in (2, 4)]
+    monkeypatch.setattr(moves, "estimates", lambda lane, counts: rows)
+    monkeypatch.setattr(moves, "layout_scouts", lambda *_: iter(()))
+    list(moves.lanes(SimpleNamespace(attempts=here, base=PLAIN, lane=None, count=2)))  # type: ignore[arg-type]
+    assert looked == ([4] if tried else [])
 
 
 def test_the_number_of_micro_batches_that_gains_nothing_is_the_last() -> None:
