@@ -224,18 +224,26 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
     items = {node: [(child, child.args[1]) for _, child in rows] for node, rows in recorder.items.items()}
     erase(recorder.graph, removable)
     _merge_grad_switches(recorder.graph)
-    constants = {name: tensor.detach() for name, tensor in recorder.constants.items()}
+    return _make_op_graph(recorder, inputs, nodes, eval_error, items)
 
+
+def _make_op_graph(
+    recorder: Recorder, inputs: TraceInputs, nodes: dict[str, fx.Node], eval_error: str | None,
+    items: dict[fx.Node, list[tuple[fx.Node, Any]]],
+) -> OpGraph:  # fmt: skip
+    """The graph of a recording that was checked; with a tape, one that makes the graphs of other rows."""
+    held, fake_mode, options = recorder.held, recorder.fake_mode, recorder.held.options
+    constants = {name: tensor.detach() for name, tensor in recorder.constants.items()}
     unread = frozenset(inputs.leaves)
 
     def op_graph(graph: fx.Graph, inputs: TraceInputs, nodes: dict[str, fx.Node]) -> OpGraph:
         return OpGraph(
-            module=build_module(model, graph, constants),
+            module=build_module(held.model, graph, constants),
             inputs=inputs.tensors,
             outputs=nodes,
-            model=model,
+            model=held.model,
             eval_error=eval_error,
-            missing_buffers=missing_buffers(model),
+            missing_buffers=missing_buffers(held.model),
             constants=dict(constants),
             symbols=inputs.symbols,
             unread=unread,
@@ -253,7 +261,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
     traced = TracedRows(recorder.graph, recorder.rows, items)
 
     def graph_at(example: Any) -> OpGraph:
-        other = _inputs(model, example, options, fake_mode)
+        other = _inputs(held.model, example, options, fake_mode)
         with held.again(), fake_mode, _dispatch(options):
             graph, copies = traced.graph_for(other.tensors)
         return op_graph(graph, other, {name: copies[node] for name, node in nodes.items()})
