@@ -98,14 +98,11 @@ class _Code:
     def error_after(self, place: int, answer: bool) -> str | None:
         """The name of an error that is raised on every way after this instruction has given an answer; None where a way
         goes on."""
-        while self.all[place].opname in ("UNARY_NOT", "TO_BOOL"):
-            answer ^= self.all[place].opname == "UNARY_NOT"
-            place += 1
-        jump = self.all[place].opname
-        if "IF_TRUE" not in jump and "IF_FALSE" not in jump:
+        flips, jump, _ = self.question(place)
+        if jump is None:
             return None
-        jumps = ("IF_TRUE" in jump) == answer
-        return self._error_from(self._target(place) if jumps else place + 1)
+        jumps = ("IF_TRUE" in self.all[jump].opname) == answer ^ flips
+        return self._error_from(self._target(jump) if jumps else jump + 1)
 
     def question(self, place: int) -> tuple[bool, int | None, tuple[str, Any] | None]:
         """Whether what this instruction gives, or a comparison of it with a number, is negated, the jump by it, and the
