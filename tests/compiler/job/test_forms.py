@@ -201,6 +201,27 @@ def test_rows_of_other_lengths() -> None:
         assert_trains_like_eager(job, [longer, [batch_of(SMALL, SMALL, seed=3)] * 2])
 
 
+class Paired(Seeing):
+    """Takes images as a pair of tensors, in a dict, and a switch."""
+
+    def forward(self, ids: Tensor, grid: Tensor, labels: Tensor, images: dict[str, Any], twice: bool) -> Any:
+        first, second = images["pair"]
+        return super().forward(ids, grid, first * 2 + second if twice else first, labels)
+
+
+def pair_of(batch: Batch) -> dict[str, Any]:
+    pixels = batch["pixels"]
+    return {"images": {"pair": (pixels, pixels / 2)}, "twice": True} | {n: batch[n] for n in ("labels", "ids", "grid")}
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_tensors_in_a_dict_and_a_switch(is_listed: bool) -> None:
+    batches = [[*map(pair_of, batch)] for batch in LISTED]
+    example: Any = [pair_of(batch_of(SMALL, SMALL))] * 2 if is_listed else pair_of(batch_of(*[SMALL] * 4))
+    with job_of(example, model=Paired(), micro_batches=2) as job:
+        assert_trains_like_eager(job, batches[:2])
+
+
 class Axes(Seeing):
     """Makes places whose first dimension is no row's, as Qwen2-VL does."""
 
