@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import is_tensor, nn
 
 from ...ir.errors import BatchError, PlanError
-from ..capture.inputs import entry_names, input_name, is_spec, is_tensor_like, rebuilt
+from ...runtime.torch_names import tree_leaves
+from ..capture.inputs import entry_names, input_name, is_spec, is_tensor_like, rebuilt, repeat
 from ..packing.borders import with_unread
 from ..packing.varying_inputs import ANY
 from .plain_tensor import plain_tensor
@@ -226,13 +227,18 @@ def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
 def join_example(example_inputs: Any) -> tuple[Any, int]:
     """The batch of an example that is a list of micro-batches, and their number: all are as the largest of them. Any
     other example as it is, and 0."""
-    listed = type(example_inputs) is list and example_inputs and all(isinstance(x, dict) for x in example_inputs)
-    if not listed or any(not isinstance(v, torch.Tensor) for each in example_inputs for v in each.values()):
+    if type(example_inputs) is not list or not example_inputs or not all(map(_has_values, example_inputs)):
         return example_inputs, 0
     if len({frozenset(each) for each in example_inputs}) > 1:
         raise PlanError("example_inputs is a list of micro-batches, which have other inputs each; all have the same")
-    largest = max(example_inputs, key=lambda each: sum(value.numel() for value in each.values()))
-    return {name: torch.cat([value] * len(example_inputs)) for name, value in largest.items()}, len(example_inputs)
+    largest = max(example_inputs, key=lambda each: sum(x.numel() for x in tree_leaves(each) if is_tensor(x)))
+    return repeat(largest, len(example_inputs)), len(example_inputs)
+
+
+def _has_values(batch: Any) -> bool:
+    """Whether a batch is a dict with tensors, and no descriptions of some."""
+    leaves = tree_leaves(batch, is_leaf=is_spec) if isinstance(batch, dict) else []
+    return any(map(is_tensor, leaves)) and not any(map(is_spec, leaves))
 
 
 def as_dicts(batch: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import nn
 from ...graph.loss_terms import NUM_ITEMS
 from ...ir.errors import CaptureError
 from ...ir.names import identifier
-from ...runtime.torch_names import FakeTensorMode, tree_map
+from ...runtime.torch_names import FakeTensorMode, tree_map, tree_map_only
 from ..packing.varying_inputs import UnreadLeaf
 from .dynamic import DynamicDims, TracedSizes
 
@@ -137,6 +137,14 @@ class _Faker:
             fake.requires_grad_()
         self.made.tensors[name] = fake
         return fake if shape else SingleEntry(fake)
+
+
+def repeat(micro_batch: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """A batch of `count` micro-batches that are all this one."""
+    found: dict[str, Any] = tree_map_only(
+        torch.Tensor, lambda x: torch.cat([x] * count) if x.dim() else x, dict(micro_batch)
+    )
+    return found
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:

@@ -93,7 +93,7 @@ class Feed:
 
         Raises `BatchError` for another batch than was compiled, or another kind than before.
         """
-        if self._is_absent(batch, needed):
+        if self.is_absent(batch, needed):
             return {}, ""
         listed = batch if is_listed(batch, self.shape) else ()
         batch = join(listed) if listed else batch
@@ -121,7 +121,7 @@ class Feed:
     def cut(self, function: str, batch: Any, needed: Collection[str]) -> tuple[list[MicroBatch], str]:
         """As `read`, for a batch whose sizes may differ from step to step: its micro-batches, and its kind."""
         assert self.any_sizes is not None
-        if self._is_absent(batch, needed):
+        if self.is_absent(batch, needed):
             return [], ""
         needed = self.shape.leaves if self.device is None else needed
         of_lane, rows = len(self.micro_batches), self.any_sizes.rows(batch, needed)
@@ -134,7 +134,7 @@ class Feed:
         self._require_kind(function, kind, rows)
         return self.any_sizes.cut(batch, of_lane if kind == PART else self.interface.total_micro_batches, needed), kind
 
-    def _is_absent(self, batch: Any, needed: Collection[str]) -> bool:
+    def is_absent(self, batch: Any, needed: Collection[str]) -> bool:
         """Whether there is no batch, and none is needed. Raises `BatchError` where one is."""
         if batch is None and (self.device is None or needed):
             raise BatchError(

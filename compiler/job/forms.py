@@ -27,8 +27,8 @@ from ...ir.verify import verify
 from ...runtime import scratch
 from ...runtime.processes.driver import Driver
 from ...runtime.processes.setup import RunSetup
+from ...runtime.torch_names import tree_map_only
 from ..batches.shape import BatchShape, flatten, program_inputs
-from ..capture.inputs import input_name
 from ..capture.prologue.prologue import Prologue
 from ..folder import Folder
 from ..packing.limit import DocumentLimit
@@ -136,21 +136,41 @@ class Forms:
         found = [(self._look_up(part), part) for part in parts]
         return [self._plain(part) if known is None else known[0].number for known, part in found]
 
-    def is_met(self, described: Sequence[Any]) -> bool:
-        """Whether micro-batches of all ranks are to run in forms."""
-        return self.is_begun or any(each != FIRST_FORM for each in described)
+    def meet(self, described: Sequence[Any]) -> list[KnownForm]:
+        """The forms of all ranks' micro-batches, which every rank looks for in one order; none where the devices run
+        the example's alone. Raises `BatchError`, on all ranks."""
+        if not self.is_begun and all(each == FIRST_FORM for each in described):
+            return []
+        self._time += 1
+        found = [form for form in self.forms if form.number in described]
+        for form in found:
+            form.used = self._time
+        for each in described:
+            if isinstance(each, dict):
+                found.append(self._find(self._from_plain(each))[0])
+        return found
 
-    def read(self, batch: Any, with_outputs: bool, described: Sequence[Any] = ()) -> list[MicroBatch]:
-        """The micro-batches of a batch, with their forms, which the devices have. Raises `BatchError` for a batch that
-        no program of the plan takes; `with_outputs`: also for one of which forward returns other tensors than of the
-        example. `described`: the micro-batches of all ranks, each of which looks for all their forms in one order."""
+    def read(
+        self, batch: Any, with_outputs: bool, met: Sequence[KnownForm] = ()
+    ) -> tuple[list[MicroBatch], Sequence[KnownForm]]:
+        """The micro-batches of a batch, and the forms that the devices need for it. Raises `BatchError` for a batch
+        that no program of the plan takes; `with_outputs`: also for one of which forward returns other tensors than of
+        the example. `met`: the forms of all ranks' micro-batches."""
         parts = [] if batch is None else self._cut(batch)
-        if described:
-            forms = self._find_all(described)
-            found = [known for known in map(self._look_up, parts) if known is not None]
-        else:
-            found = [self._find(part) for part in parts]
-            forms = [form for form, _ in found]
+        known = [self._look_up(part) if met else self._find(part) for part in parts]
+        found = [each for each in known if each is not None]
+        met = met or [form for form, _ in found]
+        others = set[str]().union(*(form.outputs ^ self.forms[0].outputs for form in met))
+        if with_outputs and others:
+            raise BatchError(
+                f"forward returns {', '.join(sorted(others))} for this batch or for the example, not for both: "
+                "evaluate(batch, outputs=False) gives the loss"
+            )
+        if not all(map(self.forms.__contains__, met)):
+            raise BatchError(
+                f"the micro-batches of this step have more than {MOST_FORMS} forms, which devices keep at most: "
+                "let the processor round the sizes of images to fewer"
+            )
         if isinstance(batch, Mapping) and len(parts) > 1:
             if len({form.number for form, _ in found}) > 1:  # forward on the whole may use one number for all of them
                 raise BatchError(
@@ -158,33 +178,32 @@ class Forms:
                     f"{self._text(parts[-1])}. Hand over a list of the {len(parts)} micro-batches, as gradient "
                     "accumulation has them, which are taken by themselves; or compile with micro_batches=1"
                 )
-            forms[0].prologue.add(batch, len(parts), self.count)  # which refuses rows that meet
-        others = set[str]().union(*(form.outputs ^ self.forms[0].outputs for form in forms))
-        if with_outputs and others:
-            raise BatchError(
-                f"forward returns {', '.join(sorted(others))} for this batch or for the example, not for both: "
-                "evaluate(batch, outputs=False) gives the loss"
-            )
-        if not all(map(self.forms.__contains__, forms)):
-            raise BatchError(
-                f"the micro-batches of this step have more than {MOST_FORMS} forms, which devices keep at most: "
-                "let the processor round the sizes of images to fewer"
-            )
-        self._load(forms)
+            found[0][0].prologue.add(batch, len(parts), self.count)  # which refuses rows that meet
         return [
             MicroBatch(part, leaves, {FORM: form.number}, form.directory)
             for part, (form, leaves) in zip(parts, found, strict=True)
-        ]
+        ], met
 
-    def pack(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Each input of these micro-batches, at its place in one tensor with room for the largest of each."""
+    def load(self, forms: Sequence[KnownForm], parts: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """Give the devices the forms that they do not have. Returns each input of these micro-batches, at its place in
+        one tensor with room for the largest of each."""
+        if not self.is_begun or not self._there.issuperset(form.number for form in forms if form.files is not None):
+            driver = self.run.driver
+            if driver is not self._driver:
+                self._driver, self._there = driver, set()
+            for form in forms:
+                if form.files is not None and form.number not in self._there:
+                    driver.take_form(form.number, form.files, self.room)
+                    self._there.add(form.number)
+        assert self._driver is not None
+        room = self._driver.setup.interface.batch  # without that of forms that the devices do not have
         found: dict[str, Tensor] = {}
-        for name in self.shape.leaves:
-            if name not in self.room.batch:
+        for name in self.shape.leaves if parts else ():
+            if name not in room:
                 continue
-            first, *rest = self.room.batch[name].shape
-            whole = found[name] = torch.zeros(first * len(micro_batches), *rest, dtype=self.shape.leaves[name][1])
-            for place, each in zip(whole.chunk(len(micro_batches)), micro_batches):
+            first, *rest = room[name].shape
+            whole = found[name] = torch.zeros(first * len(parts), *rest, dtype=self.shape.leaves[name][1])
+            for place, each in zip(whole.chunk(len(parts)), parts):
                 value = each.leaves[name].reshape(-1)
                 place.view(-1)[: len(value)] = value
         return found
@@ -219,23 +238,17 @@ class Forms:
         return [part_of(batch, i, count) for i in range(count)]
 
     def _plain(self, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
-        reads = self.prologue.reads
+        """The dtype and shape of each tensor, and the values where forward reads them."""
         return {
-            name: [str(x.dtype).removeprefix("torch."), [*x.shape], x.tolist() if input_name(name) in reads else None]
-            if isinstance(x, Tensor) else x
-            for name, x in micro_batch.items()
-        }  # fmt: skip
+            name: [str(x.dtype).removeprefix("torch."), [*x.shape], x.tolist() if name in self.prologue.reads else None]
+            for name, x in flatten(self.model, micro_batch)[0].items()
+        }
 
-    def _find_all(self, described: Sequence[Any]) -> list[KnownForm]:
-        """The forms of what `describe` returns."""
-        self._time += 1
-        found = [form for form in self.forms if form.number in described]
-        for form in found:
-            form.used = self._time
-        for each in described:
-            if isinstance(each, dict):
-                tensors = {name: _tensor(*x) if isinstance(x, list) else x for name, x in each.items()}
-                found.append(self._find(tensors)[0])
+    def _from_plain(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """The micro-batch that `_plain` was made of; what is no tensor is as in the example."""
+        example = dict(self.prologue.example)
+        tensors = map(lambda name: _tensor(*plain[name]), flatten(self.model, example)[0])
+        found: dict[str, Any] = tree_map_only(Tensor, lambda _: next(tensors), example)
         return found
 
     def _look_up(self, micro_batch: Mapping[str, Any]) -> tuple[KnownForm, dict[str, Tensor]] | None:
@@ -325,18 +338,6 @@ class Forms:
         few = [name for name in sorted(self.prologue.reads - own.keys()) if given[name].numel() <= FEW]
         texts += [f"{name} {given[name].tolist()}" for name in few]
         return ", ".join(texts) or "the example's shapes, and other numbers in what forward reads"
-
-    def _load(self, forms: Sequence[KnownForm]) -> None:
-        """Give the devices the forms that they do not have."""
-        if self.is_begun and all(form.files is None or form.number in self._there for form in forms):
-            return
-        driver = self.run.driver
-        if driver is not self._driver:
-            self._driver, self._there = driver, set()
-        for form in forms:
-            if form.files is not None and form.number not in self._there:
-                driver.take_form(form.number, form.files, self.room)
-                self._there.add(form.number)
 
 
 def _tensor(dtype: str, shape: Sequence[int], values: Any) -> Tensor:

@@ -28,7 +28,7 @@ from .bad_values import PickCheck
 from .changes.model import Taken
 from .counts import BatchCounts, Counts, LossWeight, counts_spec, merge_lanes, mini_batches, open_counts, rows_of
 from .feed import PART, WHOLE
-from .forms import Forms
+from .forms import Forms, KnownForm
 from .run import JobRun
 from .state import whole_state
 
@@ -36,12 +36,15 @@ from .state import whole_state
 @dataclass(frozen=True)
 class ReadBatch:
     """The batch of one process for a step: the tensors that its devices load, the kind of its batch, and the counts and
-    sizes of each micro-batch; None where the process cannot know them."""
+    sizes of each micro-batch; None where the process cannot know them. `forms`: those of all processes' micro-batches,
+    where these run in forms, and `parts` are this one's."""
 
     leaves: dict[str, Tensor] = field(default_factory=dict)
     kind: str = ""
     counts: Counts | None = None
     sizes: list[list[int]] | None = None
+    forms: Sequence[KnownForm] = ()
+    parts: Sequence[MicroBatch] = ()
 
 
 class StepInputs:
@@ -53,6 +56,7 @@ class StepInputs:
         self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
         self.interface, self.rules = folder.interface, folder.settings.counts
         self._counters: dict[Path | None, BatchCounts] = {}  # by the folder of a form
+        self._buffers: dict[str, Tensor] | None = None  # that counting reads
         self._picks: dict[Path | None, PickCheck] = {}
         self.documents = DocumentLimit.from_plan(folder.plan)
         self.forms = forms
@@ -67,7 +71,8 @@ class StepInputs:
 
     def for_call(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
         """The inputs of a call. A rank of torchrun starts its device first, and learns from the others: all ranks raise
-        if one batch is wrong, or if their calls differ."""
+        if one batch is wrong, or if their calls differ. What one rank refuses alone it must refuse between the two
+        exchanges, where no rank asks another."""
         batch = as_dicts(batch)
         if self.feed.device is None:
             self._require_model(function)
@@ -76,17 +81,18 @@ class StepInputs:
         driver = self.run.driver
         refused: PenstockError | None = None
         given, described = ReadBatch(), list[Any]()
-        self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
         try:
             self._require_model(function)
             described = [] if self.forms is None else self.forms.describe(batch)
         except (BatchError, PlanError) as error:
             refused = error
-        met = [described] if self.forms is None else driver.gather(None if refused else described)
+        self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
+        rows = [described] if self.forms is None else driver.gather(None if refused else described)
         try:
-            if refused is None and None not in met:
+            if refused is None and None not in rows:
+                met = [] if self.forms is None else self.forms.meet([each for row in rows for each in row])
                 needed = self.inputs_for(driver.inputs.get(function, ()))
-                given = self._read(function, batch, needed, call, [each for row in met for each in row])
+                given = self._read(function, batch, needed, call, met)
         except (BatchError, PlanError) as error:
             refused = error
         rows = driver.agree_on_batch(call or function, given.kind, refused, [given.counts, given.sizes])
@@ -102,24 +108,23 @@ class StepInputs:
             self.taken.require_unchanged()
 
     def _read(
-        self, function: str, batch: Any, needed: Collection[str], call: str, described: Sequence[Any] = ()
+        self, function: str, batch: Any, needed: Collection[str], call: str, met: Sequence[KnownForm] = ()
     ) -> ReadBatch:
-        """Raises `BatchError` for a batch that the programs do not take. `described`: micro-batches of all ranks."""
+        """Raises `BatchError` for a batch that the programs do not take. `met`: the forms of all ranks' micro-batches,
+        where these run in forms."""
         alone = self.run.folder.settings.one_document
         if alone and any(map(most_documents, batch if isinstance(batch, list) else [batch])):
             raise BatchError(f"batch[{POSITIONS!r}] {alone}")
-        if self.forms is not None and described:
-            if self.forms.is_met(described):
-                return self._read_forms(self.forms, batch, call, described)
-        elif self.forms is not None and (self.forms.is_begun or self.forms.is_uneven(batch)):
-            return self._read_forms(self.forms, batch, call)
+        forms = self.forms
+        if forms is not None and (met or (self.feed.device is None and (forms.is_begun or forms.is_uneven(batch)))):
+            return self._read_forms(forms, batch, needed, call, met)
         if self.feed.any_sizes is None:
             try:
                 leaves, kind = self.feed.read(function, batch, needed)
             except BatchError:
-                if self.forms is None or batch is None or described or not self.forms.is_other(batch):
+                if forms is None or batch is None or self.feed.device is not None or not forms.is_other(batch):
                     raise
-                return self._read_forms(self.forms, batch, call)
+                return self._read_forms(forms, batch, needed, call)
             if self.documents is not None and self.documents.positions in leaves:
                 rows = self.feed.shape.entries(self.documents.positions, self.feed.shape.size)
                 positions = leaves[self.documents.positions]
@@ -144,17 +149,18 @@ class StepInputs:
         counts = self._counts_of(parts) if leaves.keys() >= set(self.rules.inputs) else None
         return ReadBatch(leaves, kind, counts, sizes)
 
-    def _read_forms(self, forms: Forms, batch: Any, call: str, described: Sequence[Any] = ()) -> ReadBatch:
+    def _read_forms(
+        self, forms: Forms, batch: Any, needed: Collection[str], call: str, met: Sequence[KnownForm] = ()
+    ) -> ReadBatch:
         """A batch whose micro-batches may be of different forms."""
-        parts = forms.read(batch, call == "evaluate", described)
+        is_absent = self.feed.is_absent(batch, needed)
+        parts, met = forms.read(batch, call == "evaluate", met)
         kept = [form.directory for form in forms.forms]
         for known in (self._counters, self._picks):
             for files in known.keys() - {*kept}:
                 del known[files]
-        for files in kept:
-            self.counter(files)  # all ranks, of all forms
-        if batch is None:
-            return ReadBatch()
+        if is_absent:
+            return ReadBatch(forms=met)
         for number, part in enumerate(parts):
             self.picks(part.files).check(part.leaves, 1, number, 1)
         kind = WHOLE if len(parts) == forms.count else PART
@@ -162,7 +168,7 @@ class StepInputs:
         if kind == WHOLE and self.feed.device is not None:
             own = self.feed.micro_batches
             counts, sizes = counts and counts[own.start : own.stop], sizes[own.start : own.stop]
-        return ReadBatch(forms.pack(parts), kind, counts, sizes)
+        return ReadBatch({}, kind, counts, sizes, met, parts)
 
     def _counts_of(self, parts: Sequence[MicroBatch]) -> Counts | None:
         if not self.rules.divisors:
@@ -176,9 +182,11 @@ class StepInputs:
         counts: Sequence[Counts | None],
         sizes: Sequence[list[list[int]] | None],
     ) -> dict[str, Tensor]:
-        """The tensors that the devices load. `counts` and `sizes`: of every process."""
-        kind = given.kind
-        return self._stage_inputs(given.leaves) | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
+        """The tensors that the devices load. `counts` and `sizes`: of every process; none has refused its batch."""
+        kind, leaves = given.kind, given.leaves
+        if self.forms is not None and given.forms:
+            leaves = self.forms.load(given.forms, given.parts)
+        return self._stage_inputs(leaves) | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
 
     def inputs_for(self, loaded: Collection[str]) -> list[str]:
         """The inputs of the user's batch that a process needs whose devices load these: counts are no inputs of the
@@ -207,11 +215,12 @@ class StepInputs:
         """Counts batches with the running devices' buffers (class weights). Under torchrun it asks other ranks."""
         if not self.rules.means:
             return BatchCounts(self.rules, loss_weight=self.loss_weight)
-        run, driver = self.run, self.run.driver
+        run = self.run
+        if self._buffers is None:
+            self._buffers = counted_buffers(run.folder, run.driver, run.source)
         folder = files or run.directory
         assert folder is not None
-        buffers = counted_buffers(run.folder, driver, run.source)
-        return BatchCounts.from_file(run.folder.settings, folder / COUNTS_FILE, buffers, run.trust)
+        return BatchCounts.from_file(run.folder.settings, folder / COUNTS_FILE, self._buffers, run.trust)
 
     def picks(self, files: Path | None = None) -> PickCheck:
         """The check of a batch's numbers. Starts the devices, with which its file is written. `files`: as above."""
@@ -225,6 +234,7 @@ class StepInputs:
     def forget(self) -> None:
         """Make the counters anew for the next batch: the devices may have other buffers."""
         self._counters.clear()
+        self._buffers = None
 
     def _stage_inputs(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in leaves.items() if name in self.interface.batch}
@@ -252,7 +262,7 @@ class StepInputs:
 
     def _sizes(self, rows: Sequence[list[list[int]] | None], kind: str) -> dict[str, Tensor]:
         """The sizes of the micro-batches of this kind of batch, where they differ."""
-        if self.feed.any_sizes is None and rows[0] is None:
+        if self.feed.any_sizes is None and all(row is None for row in rows):
             return {}
         found = rows[0] if self.feed.device is None else merge_lanes(rows, self.interface, "a batch")
         return self._part_of({SIZES: torch.tensor(found, dtype=torch.int64)}, kind)

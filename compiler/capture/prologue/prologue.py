@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ....ir.errors import BatchError, CaptureError
 from ....runtime.torch_names import tree_map_only
 from ..guard import TraceOptions
-from ..inputs import input_name
+from ..inputs import input_name, repeat
 from ..recorder import NeedsValue
 from ..replay import Misaligned
 from ..trace import Recording, record_again, record_steps
@@ -223,12 +223,6 @@ def _whole_inputs(values: Sequence[Tensor]) -> tuple[MadeInput, ...]:
 def _no_value(value: Any) -> Any:
     """An input with its sizes alone."""
     return tree_map_only(Tensor, lambda x: x.to("meta"), value)
-
-
-def repeat(micro_batch: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """A batch of `count` micro-batches that are all this one."""
-    found: dict[str, Any] = tree_map_only(Tensor, lambda x: torch.cat([x] * count) if x.dim() else x, dict(micro_batch))
-    return found
 
 
 def _read(part: Mapping[str, Any], names: frozenset[str]) -> dict[str, Tensor]:

@@ -201,6 +201,27 @@ def test_rows_of_other_lengths() -> None:
         assert_trains_like_eager(job, [longer, [batch_of(SMALL, SMALL, seed=3)] * 2])
 
 
+class Paired(Seeing):
+    """Takes images as a pair of tensors, in a dict, and a switch."""
+
+    def forward(self, ids: Tensor, grid: Tensor, labels: Tensor, images: dict[str, Any], twice: bool) -> Any:
+        first, second = images["pair"]
+        return super().forward(ids, grid, first * 2 + second if twice else first, labels)
+
+
+def pair_of(batch: Batch) -> dict[str, Any]:
+    pixels = batch["pixels"]
+    return {"images": {"pair": (pixels, pixels / 2)}, "twice": True} | {n: batch[n] for n in ("labels", "ids", "grid")}
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_tensors_in_a_dict_and_a_switch(is_listed: bool) -> None:
+    batches = [[*map(pair_of, batch)] for batch in LISTED]
+    example: Any = [pair_of(batch_of(SMALL, SMALL))] * 2 if is_listed else pair_of(batch_of(*[SMALL] * 4))
+    with job_of(example, model=Paired(), micro_batches=2) as job:
+        assert_trains_like_eager(job, batches[:2])
+
+
 class Axes(Seeing):
     """Makes places whose first dimension is no row's, as Qwen2-VL does."""
 
@@ -265,17 +286,21 @@ def test_compile_says_what_becomes_of_other_sizes(model: type[Seeing], told: str
             job.step(batch_of(WIDE, WIDE))
 
 
+def _run_ranks(folder: Path, *arguments: str) -> None:
+    script = Path(__file__).with_name("forms_of_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        [*command, str(folder), *arguments], env=worker_environment(1), capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("strategy", ["data-parallel", "gpipe"])
 def test_each_rank_of_torchrun_has_micro_batches_of_its_own(strategy: str, tmp_path: Path) -> None:
     """A form that comes on one rank is captured on all. What one rank refuses, all do, and go on."""
-    script = Path(__file__).with_name("forms_of_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        [*command, str(tmp_path), strategy], env=worker_environment(1), capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr
+    _run_ranks(tmp_path, strategy)
     torch.manual_seed(0)
     model = Seeing()
     optimizer, losses = OPTIONS["optimizer"](model.parameters()), []
@@ -291,6 +316,40 @@ def test_each_rank_of_torchrun_has_micro_batches_of_its_own(strategy: str, tmp_p
         torch.testing.assert_close(found["weights"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["evaluated"], eager_loss(model, LISTED[1]).detach(), rtol=1e-5, atol=1e-6)
         assert "images and tokens differ" in found["refused"]
+
+
+# For each call what the ranks hand over, each as one dict of its two micro-batches; beside it why rank 1's is refused.
+PARTS: list[tuple[list[Any], str]] = [
+    ([batch_of(*[WIDE] * 4, seed=1), batch_of(((1, 2),), ((1, 6),), SMALL, SMALL)], "Hand over a list of the 2"),
+    ([batch_of(*[SMALL] * 4, seed=2), batch_of(*[HIGH] * 4, seed=3)], ""),
+    ([batch_of(*[WIDE] * 4, seed=4), batch_of(*[HIGH] * 4, seed=5)], ""),
+    ([batch_of(*[((3, 3),)] * 4, seed=6), None], "batch is None"),
+    ([batch_of(*[SMALL] * 4, seed=7), batch_of(*[WIDE] * 4, seed=8)], ""),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_ranks_of_torchrun_have_parts_of_other_forms(tmp_path: Path) -> None:
+    """Each rank hands over micro-batches of one form, others than the other rank. Of a call that one rank refuses
+    nothing stays, and the next call has the same meaning on all."""
+    torch.manual_seed(0)
+    _run_ranks(tmp_path, "parts")
+    model = Paired()
+    optimizer, losses = OPTIONS["optimizer"](model.parameters()), []
+    for parts, refused in PARTS:
+        if not refused:
+            loss = eager_loss(model, [pair_of({n: x.chunk(2)[i] for n, x in p.items()}) for p in parts for i in (0, 1)])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        torch.testing.assert_close(found["losses"], losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["weights"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+        told = [refused for _, refused in PARTS if refused]
+        assert len(told) == len(found["refused"]) and all(map(str.__contains__, found["refused"], told))
 
 
 class Layer(nn.Module):
@@ -370,6 +429,20 @@ def test_outputs_that_the_example_has_not() -> None:
         batch = batch_of(((1, 2), (2, 2)))
         with pytest.raises(BatchError, match=r"returns images_1 for this batch(.|\n)*outputs=False"):
             job.evaluate(batch)
+        found, loss = job.evaluate(batch, outputs=False).loss, job.model(**batch)["loss"]
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_refused_form_changes_nothing() -> None:
+    """Also where its values are the largest so far."""
+    with job_of(batch_of(SMALL), model=Showing(), micro_batches=1) as job:
+        assert_trains_like_eager(job, [batch_of(WIDE, seed=1)])
+        with pytest.raises(BatchError, match="returns images_1"):
+            job.evaluate(batch_of(((2, 2), (3, 2))))
+        with pytest.raises(BatchError, match="batch is None"):
+            job.step(None)
+        job.sync()
+        batch = batch_of(WIDE, seed=2)
         found, loss = job.evaluate(batch, outputs=False).loss, job.model(**batch)["loss"]
         torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=1e-6)
 
