@@ -23,6 +23,7 @@ from penstock.runtime.quantised import libraries
 from penstock.tests.compiler.eager_baseline import assert_close
 from penstock.tests.compiler.fleet_matrix import in_process, with_counts
 from penstock.tests.compiler.plain_precision import Plain, upcasting
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.compiler.test_precision import SGD, compile_job, placed
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -119,7 +120,7 @@ def test_the_plan_says_what_is_in_float8() -> None:
     model, batch = upcasting()
     job = compile_job(model, batch, "fp8", strategy="balanced")
     assert job.plan.precision == "fp8-rowwise" and "use-float8" in job.plan.passes
-    told = " ".join(job.explain(full=True).split())
+    told = " ".join(reasons_of(job).split())
     assert "multiplied in float8: 3 of layers.*.up, 3 of layers.*.down" in told
     assert "emulated in fp32, as CPU devices have no float8" in told and "enter (its 16 x 6" in told
     again = compile_job(model, batch, "fp8", plan=job.plan, strategy="auto", micro_batches="auto")  # type: ignore[arg-type]
