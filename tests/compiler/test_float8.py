@@ -25,7 +25,7 @@ from penstock.tests.compiler.fleet_matrix import in_process, with_counts
 from penstock.tests.compiler.plain_precision import Plain, upcasting
 from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.compiler.test_precision import SGD, compile_job, placed
-from penstock.tests.shown_elsewhere import slow_but
+from penstock.tests.shown_elsewhere import slow_but, slow_rows_but
 
 NAMES = [name for name, row in PRECISIONS.items() if row.float8]
 LAYERS = {f"layers.{i}.{name}" for i in range(3) for name in ("up", "down")}
@@ -45,8 +45,11 @@ def assert_equal_steps(job: penstock.Job, plain: Plain, batch: Mapping[str, Tens
     assert_close({name: t for name, t in machine.weights().items() if name in trained}, trained, 0.0)
 
 
-@pytest.mark.parametrize("precision", NAMES)
-@pytest.mark.parametrize("passes", ["coarsen", "recompute-pointwise, coarsen"])
+AGAIN = "recompute-pointwise, coarsen"
+CASES = [(name, passes) for name in NAMES for passes in ("coarsen", AGAIN)]
+
+
+@pytest.mark.parametrize(("precision", "passes"), slow_rows_but([*((n, "coarsen") for n in NAMES), CASES[1]], CASES))
 def test_steps_equal_those_of_torchao_bit_for_bit(precision: str, passes: str) -> None:
     """Stages, micro-batches, weights from DRAM, forwards that run again."""
     model, batch = upcasting()
