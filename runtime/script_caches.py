@@ -15,8 +15,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper
+from operator import is_
 from threading import local
-from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -29,6 +40,7 @@ _LEAVES = {bool, int, float, complex, str, bytes, range, type(None), CodeType, G
 _OWN = __name__.partition(".")[0]  # objects of ours note what fake tensors show on purpose
 # The modules of types that hold values of a script ("None": of Python's own). A logger leads to all of a process.
 _HOLDERS = {"None", "builtins", "types", "collections", "contextvars", "functools", "_thread", "_threading_local"}
+_FIXED = {tuple, property, MethodType, MethodDescriptorType, WrapperDescriptorType}  # their content never changes
 _LIBRARIES = {"torch", "numpy", _OWN, *sys.stdlib_module_names}
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "step")
 _NAME = ("__name__", "__module__")  # of a module, of a class
@@ -51,6 +63,7 @@ class ScriptCaches:
 
     def __init__(self, roots: Iterable[Any], modules: Iterable[nn.Module] = ()):
         self._before: list[tuple[Any, _Slots]] = []
+        self._cached: list[tuple[_lru_cache_wrapper[Any], Any]] = []  # with counts of calls
         self._seen: dict[int, Any] = {}  # id -> the object, which keeps its id
         self._names = {*_CALLED_BY_TORCH}  # and those in code that was reached
         self._unnamed: dict[str, list[Any]] = {}  # values by name, which no code was seen to read yet
@@ -66,19 +79,23 @@ class ScriptCaches:
     def put_back(self) -> None:
         """Give every slot that leads to a fake tensor what it held before."""
         for owner, before in self._before:
-            now = _slots(owner)
+            now = owner if type(owner) is dict else _slots(owner)
+            if not (now or before) or _is_same(now, before):
+                continue  # as nearly all of them
             changed = [key for key, value in now.items() if value is not before.get(key, _EMPTY)]
             traced = [key for key in changed if _holds_fakes(key, now[key])]
             if traced:
                 _restore(owner, before, traced)
+        for cache, calls in self._cached:
+            if cache.cache_info() != calls and _holds_fakes(*gc.get_referents(cache)):
+                cache.cache_clear()
 
     def forget_by_tensor(self) -> None:
         """Empty each `lru_cache` with an entry under a fake tensor: a forward on tensors of its own would find none."""
-        for owner, _ in self._before:
-            if isinstance(owner, _lru_cache_wrapper):
-                entries = [each for each in gc.get_referents(owner) if isinstance(each, dict)]
-                if any(_holds_fakes(*each) for each in entries):  # their keys
-                    owner.cache_clear()
+        for cache, _ in self._cached:
+            entries = [each for each in gc.get_referents(cache) if isinstance(each, dict)]
+            if any(_holds_fakes(*each) for each in entries):  # their keys
+                cache.cache_clear()
 
     def _visit(self, value: Any) -> None:
         kind = type(value)
@@ -92,10 +109,13 @@ class ScriptCaches:
                 self._before.append((value, _slots(value)))
                 self._expose(vars(value))
                 self._waiting += value.__mro__ if isinstance(value, type) else ()  # modules may import at a name
+        elif kind is _lru_cache_wrapper:
+            self._cached.append((value, value.cache_info()))
+            self._waiting += (value.__wrapped__, value.__dict__)
         elif _package_of(kind) in _HOLDERS or not self._is_foreign(kind):
-            self._before.append((value, _slots(value)))
-            held = (value.__wrapped__,) if kind is _lru_cache_wrapper else gc.get_referents(value)
-            self._waiting += held
+            if kind not in _FIXED:
+                self._before.append((value, _slots(value)))
+            self._waiting += gc.get_referents(value)
             if kind.__dictoffset__ or issubclass(kind, local):
                 self._waiting.append(value.__dict__)
 
@@ -165,14 +185,17 @@ def _slots(owner: Any) -> _Slots:
         return {} if owner == _EMPTY else {"cell_contents": owner.cell_contents}
     if isinstance(owner, ContextVar):
         return {"": owner.get(None)}
-    if isinstance(owner, _lru_cache_wrapper):
-        return {"": gc.get_referents(owner)}
     if isinstance(owner, (type, ModuleType)):
-        return dict(vars(owner))
+        return vars(owner).copy()
     kinds = [kind for kind in type(owner).__mro__ if "__slots__" in vars(kind) and _package_of(kind) not in _LIBRARIES]
     members = {name: each for kind in kinds for name, each in vars(kind).items()}
     found = {name: _content(owner, each) for name, each in members.items() if isinstance(each, MemberDescriptorType)}
     return {name: value for name, value in found.items() if value is not _EMPTY}
+
+
+def _is_same(now: _Slots, before: _Slots) -> bool:
+    """Whether two contents are the same objects at the same keys, without a call of Python for each."""
+    return len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values()))
 
 
 def _content(owner: Any, slot: MemberDescriptorType) -> Any:
@@ -185,9 +208,7 @@ def _content(owner: Any, slot: MemberDescriptorType) -> Any:
 
 def _restore(owner: Any, before: _Slots, traced: Iterable[Any]) -> None:
     """Put back the slots of an object. `traced`: the keys of those that lead to a fake tensor."""
-    if isinstance(owner, _lru_cache_wrapper):
-        owner.cache_clear()
-    elif isinstance(owner, ContextVar):
+    if isinstance(owner, ContextVar):
         owner.set(before[""])
     elif isinstance(owner, (list, deque)):
         owner.clear()

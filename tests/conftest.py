@@ -5,10 +5,12 @@ have one thread each. Ctrl-C reaches the scripts that tests start, also where wh
 a shell's background jobs do. Python's collector does nothing until all tests are found, and then leaves out what is
 there, which takes an eighth of the tests' time: modules and their tests, which stay anyway. After that it collects as
 rarely as while a user's model is planned. Where tests run code that collects all garbage itself, several times each,
-what earlier tests have left is left out, too.
+what earlier tests have left is left out, too. Processes of tests store bytecode in pytest's cache even under
+PYTHONDONTWRITEBYTECODE: each of several dozen would compile PyTorch anew, which takes five CPU seconds.
 """
 
 import gc
+import os
 import signal
 import sys
 from pathlib import Path
@@ -22,6 +24,9 @@ COLLECT_THEMSELVES = ("integrations", "compiler/profile")  # `Trainer` does, and
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which processes inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    bytecode = Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ.setdefault("PYTHONPYCACHEPREFIX", str(bytecode))
 gc.disable()
 sys.path.insert(0, str(Path(__file__).parent))
 torch.get_num_threads()  # the first use would else overwrite the number set next

@@ -57,7 +57,9 @@ def test_a_model_on_meta_and_shapes_instead_of_tensors() -> None:
         model = transformers.GPT2LMHeadModel(config)
     tokens = {"shape": [4, 512], "dtype": "int64"}
     inputs = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
-    job = penstock.compile(model, "mobius-topo4", example_inputs=inputs, precision="fp16", strategy="mobius")
+    job = penstock.compile(
+        model, "mobius-topo4", example_inputs=inputs, precision="fp16", strategy="mobius", micro_batches=4
+    )
     assert job.plan.precision == "fp16-mixed" and job.plan.predicted is not None
     assert job.plan.predicted.moved_bytes
     assert any("GPT2Block" in job.code(device) for device in range(4))

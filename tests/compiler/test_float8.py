@@ -23,8 +23,9 @@ from penstock.runtime.quantised import libraries
 from penstock.tests.compiler.eager_baseline import assert_close
 from penstock.tests.compiler.fleet_matrix import in_process, with_counts
 from penstock.tests.compiler.plain_precision import Plain, upcasting
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.compiler.test_precision import SGD, compile_job, placed
-from penstock.tests.shown_elsewhere import slow_but
+from penstock.tests.shown_elsewhere import slow_but, slow_rows_but
 
 NAMES = [name for name, row in PRECISIONS.items() if row.float8]
 LAYERS = {f"layers.{i}.{name}" for i in range(3) for name in ("up", "down")}
@@ -44,8 +45,11 @@ def assert_equal_steps(job: penstock.Job, plain: Plain, batch: Mapping[str, Tens
     assert_close({name: t for name, t in machine.weights().items() if name in trained}, trained, 0.0)
 
 
-@pytest.mark.parametrize("precision", NAMES)
-@pytest.mark.parametrize("passes", ["coarsen", "recompute-pointwise, coarsen"])
+AGAIN = "recompute-pointwise, coarsen"
+CASES = [(name, passes) for name in NAMES for passes in ("coarsen", AGAIN)]
+
+
+@pytest.mark.parametrize(("precision", "passes"), slow_rows_but([*((n, "coarsen") for n in NAMES), CASES[1]], CASES))
 def test_steps_equal_those_of_torchao_bit_for_bit(precision: str, passes: str) -> None:
     """Stages, micro-batches, weights from DRAM, forwards that run again."""
     model, batch = upcasting()
@@ -119,7 +123,7 @@ def test_the_plan_says_what_is_in_float8() -> None:
     model, batch = upcasting()
     job = compile_job(model, batch, "fp8", strategy="balanced")
     assert job.plan.precision == "fp8-rowwise" and "use-float8" in job.plan.passes
-    told = " ".join(job.explain(full=True).split())
+    told = " ".join(reasons_of(job).split())
     assert "multiplied in float8: 3 of layers.*.up, 3 of layers.*.down" in told
     assert "emulated in fp32, as CPU devices have no float8" in told and "enter (its 16 x 6" in told
     again = compile_job(model, batch, "fp8", plan=job.plan, strategy="auto", micro_batches="auto")  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch import Tensor
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.tests.compiler.capture.detector import SGD, Detector, scipy
+from penstock.tests.compiler.reasons import reasons_of
 
 __all__ = ["scipy"]  # a fixture
 
@@ -51,4 +52,4 @@ def test_a_matching_of_rows_needs_the_whole_batch(scipy: None) -> None:
     hardware = penstock.Hardware.cpu(1, memory="64MB")
     job = penstock.compile(OverRows(), hardware, example_inputs={"x": torch.randn(4, 4)}, strategy="balanced")
     with job:
-        assert job.plan.micro_batches == 1 and "coupled" in job.explain(full=True)
+        assert job.plan.micro_batches == 1 and "coupled" in reasons_of(job)

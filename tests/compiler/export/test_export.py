@@ -23,8 +23,9 @@ IDS = torch.arange(64).view(4, 16)
 def export(model: Any, base: Path | None, directory: Path, **options: Any) -> Export:
     batch = {"input_ids": IDS, "labels": IDS}
     with penstock.compile(
-        model, penstock.Hardware.cpu(1), example_inputs=batch, optimizer=SGD, strategy="balanced", weights=base
-    ) as job:
+        model, penstock.Hardware.cpu(1), example_inputs=batch, optimizer=SGD, strategy="balanced", weights=base,
+        micro_batches=1,
+    ) as job:  # fmt: skip
         job.step(batch)
         return job.export(directory, **options)
 

@@ -37,8 +37,9 @@ def model_and_batch() -> tuple[nn.Module, Tensor]:
 
 def job_of(model: nn.Module, x: Tensor, options: Any) -> penstock.Job:
     return penstock.compile(
-        model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=mean, micro_batches=1, **options
-    )
+        model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=mean, micro_batches=1,
+        strategy="balanced", **options,
+    )  # fmt: skip
 
 
 def save_old(path: Path, steps: int = 3) -> None:

@@ -8,6 +8,7 @@ import penstock
 from penstock.ir.errors import DoesNotFit
 from penstock.ir.machine.hardware import Hardware
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states, zoo_case
+from penstock.tests.compiler.reasons import reasons_of
 
 POOL_BYTES = 4_000_000
 
@@ -41,7 +42,7 @@ def test_a_plan_keeps_within_the_pool_and_trains_like_eager(memory: str, strateg
         assert_same_states(job, eager, 5e-6)
     assert 0 < peaks["cpu0"] <= budgets[0] and peaks.get("dram0", 0) <= budgets[1]
     assert (peaks.get("dram0", 0) > 0) == moves
-    assert "cpu0 and dram0 are one memory of 3.81 MiB, of which plans may use 3.81 MiB in all" in job.explain(full=True)
+    assert "cpu0 and dram0 are one memory of 3.81 MiB, of which plans may use 3.81 MiB in all" in reasons_of(job)
 
 
 @pytest.mark.slow

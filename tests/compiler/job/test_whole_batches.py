@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def assert_trains_as_eager(model: nn.Module, batch: dict[str, object], folder: P
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     found = []
-    with penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=SGD, micro_batches=1) as job:
+    options: dict[str, Any] = {"optimizer": SGD, "micro_batches": 1, "strategy": "balanced"}
+    with penstock.compile(model, HARDWARE, example_inputs=batch, **options) as job:
         job.write(folder)
         found += [float(job.step(batch)) for _ in range(2)]
         job.sync()

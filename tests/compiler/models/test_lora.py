@@ -70,7 +70,7 @@ def test_parameters_are_those_of_the_libraries(hide: Hide, name: str, options: d
     [
         (LLAMA, "bf16-true", {"adapter": "lora:r=4,rslora", "base": "nf4"}),
         (GPT2, "bf16-mixed", {"adapter": "lora:r=4,alpha=3"}),
-        (LLAMA, "bf16-mixed", {"adapter": "lora:r=4", "base": "int8"}),
+        pytest.param(LLAMA, "bf16-mixed", {"adapter": "lora:r=4", "base": "int8"}, marks=pytest.mark.slow),
     ],
 )
 def test_plans_are_those_with_the_libraries(hide: Hide, name: str, precision: str, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 import penstock
 from penstock.ir.errors import DoesNotFit
 from penstock.tests.compiler.eager_baseline import assert_trains_like_eager
+from penstock.tests.compiler.reasons import raises_misfit
 from penstock.tests.zoo import zoo
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)  # which divides no rounding errors by themselves
@@ -45,7 +46,7 @@ def test_devices_and_dram_hold_together_what_neither_holds() -> None:
 
 def test_resident_stages_make_room_for_what_waits_in_dram() -> None:
     """DRAM holds what lasts, not what moves beside it."""
-    with pytest.raises(DoesNotFit, match="read and offloaded values"):
+    with raises_misfit("read and offloaded values"):
         compile_gpt2("900kB", "1380kB", strategy="mobius")
     job, _ = compile_gpt2("900kB", "1380kB", search_s=0.1)
     assert job.plan.decisions.resident

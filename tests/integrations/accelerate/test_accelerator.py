@@ -25,6 +25,7 @@ from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.transformers.loss import TracedLoss
 from penstock.ir.machine.hardware import Hardware
 from penstock.tests.integrations.transformers.runs import TOLERANCE, causal, classifier, llama, padding
+from penstock.tests.shown_elsewhere import slow_but
 
 OURS: dict[str, Any] = {
     "hardware": Hardware.cpu(1, memory="8GB"), "compile_options": {"strategy": "mobius", "micro_batches": 2}
@@ -65,7 +66,7 @@ def loop(
 
 
 @pytest.mark.filterwarnings("error::penstock.errors.StaleModelWarning")
-@pytest.mark.parametrize("make", [causal, llama, classifier])
+@pytest.mark.parametrize("make", slow_but([llama, classifier], [causal, llama, classifier]))
 def test_the_same_run(make: Any) -> None:
     """Of batches of several lengths, too, and of evaluations of 4 and 3 rows."""
     losses, evaluated, model = loop(PenstockAccelerator(cpu=True, max_grad_norm=0.5, **OURS), make, 0.5)

@@ -21,6 +21,7 @@ from penstock.tests.integrations.transformers.runs import (
     require_equal,
     tell_of,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 WHOLE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 
@@ -67,7 +68,7 @@ def test_compute_loss_of_a_subclass(tmp_path):
     require_equal(ours, plain)
 
 
-@pytest.mark.parametrize("make", [causal, classifier])
+@pytest.mark.parametrize("make", slow_but([causal], [causal, classifier]))
 def test_label_smoothing(make, tmp_path):
     changes = WHOLE if make is classifier else {}
     require_equal(*both(make, tmp_path, label_smoothing_factor=0.2, **changes))
@@ -92,7 +93,7 @@ def run_pair(kind, folder, has_schedule):
     return trainer
 
 
-@pytest.mark.parametrize("has_schedule", [True, False])
+@pytest.mark.parametrize("has_schedule", slow_but([True], [True, False]))
 def test_optimizers_that_are_given(has_schedule, tmp_path):
     require_equal(*(run_pair(kind, tmp_path / kind.__name__, has_schedule) for kind in (PenstockTrainer, Trainer)))
 

@@ -88,6 +88,7 @@ def test_same_run_of_an_encoder_decoder(tmp_path):
     require_equal(*both(seq2seq, tmp_path, {"data_collator": padding}, **whole))
 
 
+@pytest.mark.slow  # test_evaluation.py has its whole run, with evaluations
 def test_same_run_of_a_classifier(tmp_path):
     require_equal(*both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1))
 
@@ -206,20 +207,27 @@ def test_callbacks_hear_and_stop(tmp_path):
     assert len(tell_of(found, "loss")) == found.state.global_step == 3
 
 
-def test_reports_to_tensorboard(tmp_path):
+@pytest.fixture(scope="module")
+def log_folder(tmp_path_factory):
+    """The directory of a run that evaluates, with logs by TensorBoard and by a listener."""
+    folder = tmp_path_factory.mktemp("logged")
+    given = {"listeners": [JsonLog(folder / "logs")], "serve": "127.0.0.1:0"}
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "report_to": "tensorboard"}
+    train_steps(PenstockTrainer, causal, folder, trainer=given, **changes)
+    return folder
+
+
+def test_reports_to_tensorboard(log_folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train_steps(PenstockTrainer, causal, tmp_path, report_to="tensorboard")
-    (events,) = tmp_path.rglob("events.out.*")
+    (events,) = log_folder.rglob("events.out.*")
     found = EventAccumulator(str(events)).Reload()
     assert len(found.Scalars("train/loss")) == 5
     assert len(found.Scalars("train/grad_norm")) == 5
 
 
-def test_listeners_hear_of_steps_and_evaluations(tmp_path):
-    given = {"listeners": [JsonLog(tmp_path / "logs")], "serve": "127.0.0.1:0"}
-    train_steps(PenstockTrainer, causal, tmp_path, trainer=given, eval_strategy="steps", eval_steps=2)
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "log.jsonl").read_text().splitlines()]
+def test_listeners_hear_of_steps_and_evaluations(log_folder):
+    lines = [json.loads(line) for line in (log_folder / "logs" / "log.jsonl").read_text().splitlines()]
     events = [line["event"] for line in lines]
     assert events.count("step") == 5
     assert [line["step"] for line in lines if line["event"] == "evaluation"] == [2, 4, 5]

@@ -30,6 +30,7 @@ from penstock.passes.rewrite.split_experts import SplitExperts, split_layers
 from penstock.runtime.experts.split_experts import join_part, member_result, member_rows, part_rows
 from penstock.tests import zoo
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, assert_close, assert_trains_like_eager
+from penstock.tests.compiler.reasons import raises_misfit
 from penstock.tests.shown_elsewhere import slow_but
 
 BALANCED = STRATEGIES["balanced"]
@@ -122,7 +123,7 @@ def wide_case() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def test_a_layer_that_no_device_holds_is_trained(strategy: str) -> None:
     """Three times 768 KiB are more than the device has."""
     model, batch = wide_case()
-    with pytest.raises(DoesNotFit):
+    with raises_misfit():
         job_of(model, batch, "1.5MB", strategy=BALANCED.replace("coarsen", "coarsen{level=operator}"))
     job = job_of(model, batch, "1.5MB", strategy=strategy, search_s=1.0)
     assert list(job.plan.decisions.experts) == ["model.layers.0.mlp.experts"]

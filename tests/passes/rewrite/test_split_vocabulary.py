@@ -25,6 +25,7 @@ from penstock.tests.compiler.eager_baseline import (
     assert_trains_like_eager,
     zoo_case,
 )
+from penstock.tests.compiler.reasons import raises_misfit
 from penstock.tests.shown_elsewhere import slow_but
 
 BALANCED = STRATEGIES["balanced"]
@@ -75,7 +76,7 @@ def test_a_device_whose_memory_is_all_reserved_fits_nothing() -> None:
     model, batch = tagger(rows=64)
     hardware = penstock.Hardware.from_any("rtx4090").with_(memory=1)
     assert hardware.devices[0].budget_bytes == 0
-    with pytest.raises(DoesNotFit, match=r"has 0\.00 B"):
+    with raises_misfit(r"has 0\.00 B"):
         penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy="balanced", micro_batches=1)
 
 
@@ -93,7 +94,7 @@ def test_an_embedding_in_parts_is_bit_for_bit_the_whole_one(parts: int) -> None:
 def test_a_table_that_no_device_holds_is_trained(strategy: str) -> None:
     """256 KiB of rows on a device of 300 kB, which needs three times as much for the whole table."""
     model, batch = tagger()
-    with pytest.raises(DoesNotFit):
+    with raises_misfit():
         job_of(model, batch, "300kB", strategy=BALANCED)
     job = job_of(model, batch, "300kB", strategy=strategy, search_s=1.0)
     assert list(job.plan.decisions.vocabulary) == ["table.weight"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.check.check import check
 from penstock.errors import BatchError, CaptureError, PlanError
+from penstock.tests.shown_elsewhere import slow_but, slow_rows_but
 
 IMAGE, ROWS, TOKENS, PATCHES = 3, 4, 8, 4
 OPTIONS: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.5), "strategy": "balanced"}
@@ -106,7 +108,7 @@ def assert_trains_like_eager(job: penstock.Job, batches: list[dict[str, Tensor]]
     torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("micro_batches", "num_devices"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("micro_batches", "num_devices"), slow_rows_but([(2, 1), (4, 2)], [(1, 1), (2, 1), (4, 2)]))
 def test_batches_with_images_at_other_places_train_like_eager(micro_batches: int, num_devices: int) -> None:
     """Positions and masks differ from batch to batch; the first input has several entries for each row."""
     with job_of(num_devices=num_devices, micro_batches=micro_batches) as job:
@@ -130,8 +132,15 @@ def test_a_check_of_the_job_compares_it_with_the_model_itself() -> None:
     }  # fmt: skip
 
 
-def test_the_program_reads_what_the_prologue_makes() -> None:
-    code = job_of(micro_batches=2).code()
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[penstock.Job]:
+    """A job of two micro-batches, which no test trains."""
+    with job_of(micro_batches=2) as job:
+        yield job
+
+
+def test_the_program_reads_what_the_prologue_makes(seeing: penstock.Job) -> None:
+    code = seeing.code()
     assert "self.places.table(prologue_0)" in code or "self.table(prologue_0)" in code
     assert "zeros" not in code and "types" not in code.split("def step")[0]
     assert ", [4, 4], dim=0)" in code  # the patches of each image
@@ -144,23 +153,22 @@ def test_compile_says_what_is_read() -> None:
         penstock.compile(Seeing(), hardware, example_inputs=batch_of(0), micro_batches=2, **OPTIONS)
 
 
-def test_images_that_do_not_match_their_tokens_fail_the_models_own_check() -> None:
+def test_images_that_do_not_match_their_tokens_fail_the_models_own_check(seeing: penstock.Job) -> None:
     other = batch_of(1)
     other["types"][0] = 1
-    with job_of(micro_batches=2) as job, pytest.raises(BatchError, match="images and tokens do not match"):
-        job.step(other)
+    with pytest.raises(BatchError, match="images and tokens do not match"):
+        seeing.step(other)
 
 
-def test_other_errors_of_a_batch_come_first() -> None:
-    with job_of(micro_batches=2) as job, pytest.raises(BatchError, match="lacks pixels"):
-        job.step({name: value for name, value in batch_of(0).items() if name != "pixels"})
+def test_other_errors_of_a_batch_come_first(seeing: penstock.Job) -> None:
+    with pytest.raises(BatchError, match="lacks pixels"):
+        seeing.step({name: value for name, value in batch_of(0).items() if name != "pixels"})
 
 
-def test_files_cannot_hold_a_prologue(tmp_path: Any) -> None:
-    job = job_of(micro_batches=2)
-    job.write(tmp_path)
+def test_files_cannot_hold_a_prologue(seeing: penstock.Job, tmp_path: Any) -> None:
+    seeing.write(tmp_path)
     with pytest.raises(PlanError, match=r"the model reads grid, ids, types of each batch.*compile again"):
-        penstock.load(tmp_path, job.model)
+        penstock.load(tmp_path, seeing.model)
 
 
 def test_an_example_without_values_is_refused_with_the_line() -> None:
@@ -212,7 +220,7 @@ class Caching(Seeing):
         return {**found, "cache": torch.zeros(1, 2)} if self.config.use_cache else found
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", slow_but([True], [True, False]))
 def test_caches_are_off_whenever_forward_runs(check: bool) -> None:
     """The comparison at compile runs forward with caches off, and may be the first to need a recording."""
     model = Caching()
@@ -233,7 +241,7 @@ class Windowed(Seeing):
         return {"loss": found["loss"] * torch.cat([table, nothing]).square().mean()}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", slow_but([2], [1, 2]))
 def test_what_is_the_same_for_all_rows_is_a_constant(micro_batches: int) -> None:
     with job_of(Windowed(), micro_batches=micro_batches) as job:
         assert len(job.folder.constants) == 2
@@ -263,7 +271,7 @@ class Shared(Seeing):
         return {"loss": super().forward(**batch)["loss"] + (rows * self.scale(batch["grid"])).mean()}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", slow_but([2], [1, 2]))
 def test_places_are_those_in_a_micro_batch(micro_batches: int) -> None:
     with job_of(Deep(), micro_batches=micro_batches) as job:
         assert_trains_like_eager(job, [batch_of(0), batch_of(1)])
@@ -303,7 +311,7 @@ class Ordered(Seeing):
         return {"loss": loss + self.embed.weight[order].mean() if self.table else loss}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", slow_but([2], [1, 2, 4]))
 def test_places_that_are_counted_over_all_rows(micro_batches: int) -> None:
     with job_of(Ordered(), micro_batches=micro_batches) as job:
         assert_trains_like_eager(job, [batch_of(0), batch_of(1)])

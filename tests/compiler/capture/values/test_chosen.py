@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError, PenstockError
+from penstock.tests.shown_elsewhere import slow_rows_but
 
 WIDTH, EXPERTS, EACH = 8, 5, 2
 
@@ -131,9 +132,13 @@ def batch_of(rows: int = 4) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 3, WIDTH), "y": torch.randn(rows, 3)}
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("micro_batches, devices", [(2, 2), (1, 1)])
-def test_loops_over_experts_train_as_in_eager(style: Any, micro_batches: int, devices: int) -> None:
+CASES = [(style, count) for style in STYLES for count in (1, 2)]
+TELLING = [(hit_list, 2), (use_stack, 1), (skip_empty, 1), (branch, 1), (use_masks, 1), (sort_by_size, 2)]
+
+
+@pytest.mark.parametrize(("style", "count"), slow_rows_but(TELLING, CASES))
+def test_loops_over_experts_train_as_in_eager(style: Any, count: int) -> None:
+    """`count`: of micro-batches and devices."""
     torch.manual_seed(1)
     model = Net(style)
     before = copy.deepcopy(model.state_dict())
@@ -145,10 +150,10 @@ def test_loops_over_experts_train_as_in_eager(style: Any, micro_batches: int, de
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-    hardware = penstock.Hardware.cpu(devices, memory="64MB")
+    hardware = penstock.Hardware.cpu(count, memory="64MB")
     with penstock.compile(
-        model, hardware, example_inputs=batches[0], optimizer=adam, micro_batches=micro_batches,
-        strategy="gpipe" if devices > 1 else "balanced",
+        model, hardware, example_inputs=batches[0], optimizer=adam, micro_batches=count,
+        strategy="gpipe" if count > 1 else "balanced",
     ) as job:  # fmt: skip
         assert not job.folder.settings.rows.couplings or style is sort_by_size
         for batch, loss in zip(batches, losses):

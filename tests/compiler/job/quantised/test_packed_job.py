@@ -31,6 +31,7 @@ from penstock.tests.compiler.job.quantised.packed_models import (
     write_qwen2,
     write_qwen3_moe,
 )
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.shown_elsewhere import slow_but
 
 SWAPPED = (
@@ -73,7 +74,7 @@ def test_steps_are_those_of_the_unpacked_model(tmp_path: Path, kind: str) -> Non
     with compile_job(model, tmp_path, "700kB") as job:
         text = job.folder.files[0]
         assert "rt.fetch(" in text and "functions.linear_packed(" in text
-        assert "are unpacked while they are read" not in job.explain(full=True).replace("\n    ", " ")
+        assert "are unpacked while they are read" not in reasons_of(job).replace("\n    ", " ")
         losses, trained = train(job, model)
         unpacked_bytes = job.driver.session.state.workspaces["compute"].bytes  # type: ignore[attr-defined]
         assert unpacked_bytes == 192 * 64 * 4  # the largest, one after the other
@@ -205,7 +206,7 @@ def test_full_fine_tuning_unpacks_what_it_reads(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"28 weights .*\(fp8-blocks\) are unpacked .* float32: 28 ask for a gradient"):
         job = compile_job(on_meta(packed).train(), packed)
     with job:
-        assert "are unpacked while they are read" in job.explain(full=True).replace("\n    ", " ")
+        assert "are unpacked while they are read" in reasons_of(job).replace("\n    ", " ")
         assert [float(job.step(batch(step))) for step in range(STEPS)] == pytest.approx(expected, rel=1e-5)
         job.save_pretrained(saved)
     read = AutoModelForCausalLM.from_pretrained(saved)

@@ -266,7 +266,7 @@ def plain_base(whole: Path, kind: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", slow_but(["nf4"], QUANTISATIONS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
 def test_a_merged_model_is_pefts_of_the_unpacked_base(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Bit for bit, in the type from before; and transformers reads it with nothing missing."""
     whole = write_whole(tmp_path / "whole", dtype)
