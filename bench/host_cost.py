@@ -1,6 +1,6 @@
 """The host's time for each instruction of a step, beside the calls of torch that launch kernels and record events.
 
-The op methods of a device runtime are timed by the processor time of the thread that issues them and of autograd's own
+The calls of a bound program are timed by the processor time of the thread that makes them and of autograd's own
 threads, so that a busy machine shows little. What torch itself takes within them (the stage's module, the engine's
 backward, copies, the optimizer's step, events) is timed in the same run and subtracted. What hooks and modes cost
 inside of a module shows between plans of the same stages, with launches. Kernels are to cost nothing: run it under the
@@ -41,6 +41,7 @@ from penstock.bench.peers.gpu_sections import ADAMW, Setup, compile_job, swappin
 from penstock.compiler.models.named import find_model
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir.calls import op_of
+from penstock.runtime.device.prepare import Issue
 from penstock.runtime.device.runtime import DeviceRuntime
 from penstock.runtime.stage import runner as stage_runner
 from penstock.runtime.stage.store import StageStore
@@ -111,6 +112,8 @@ def with_graphs(setup: Setup) -> dict[str, Any]:
             name: jobs.enter_context(compile_job(setup, gpt(SIZE), batch, stages=4, cuda_graphs=graphs, **options))
             for name, graphs in (("graphs", True), ("as written", False))
         }
+        for job in both.values():
+            job.step(batch)
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in both}
         for turn in range(STEPS + 3):
             for name, job in both.items():
@@ -128,21 +131,36 @@ def with_graphs(setup: Setup) -> dict[str, Any]:
 def whole_spans(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Microseconds of one step's forwards and backwards, each on average, and of the whole step."""
     clock, spans = Clock(), Kinds()
-    with ExitStack() as patches:
-        for kind in COMPUTED:
-            patches.enter_context(patch.object(DeviceRuntime, kind, note(getattr(DeviceRuntime, kind), clock, spans)))
+
+    def note(issue: Issue, call: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noted_call(run: Any) -> None:
+            start_ns = clock.now_ns()
+            call(run)
+            spans.add(issue.op, clock.now_ns() - start_ns)
+
+        return noted_call if issue.op in COMPUTED else call
+
+    with replaced_calls(bound_step(job), note):
         spans.add("step", clock.span_ns(lambda: job.step(batch)))
     return spans.means()
 
 
-def note(call: Callable[..., Any], clock: Clock, spans: Kinds) -> Callable[..., Any]:
-    def noted_call(*args: Any, **kwargs: Any) -> Any:
-        start_ns = clock.now_ns()
-        result = call(*args, **kwargs)
-        spans.add(call.__name__, clock.now_ns() - start_ns)
-        return result
+def bound_step(job: penstock.Job) -> DeviceRuntime:
+    """The step of the only device, bound by the first one."""
+    session: Any = job.driver.session  # type: ignore[attr-defined]
+    found: DeviceRuntime = session.bound["step"]
+    return found
 
-    return noted_call
+
+@contextmanager
+def replaced_calls(bound: DeviceRuntime, made_of: Callable[[Issue, Callable[[Any], None]], Any]) -> Iterator[None]:
+    """Issue other calls in place of a program's own."""
+    own = bound.calls
+    bound.calls = [made_of(issue, call) for issue, call in zip(bound.issues, own, strict=True)]
+    try:
+        yield
+    finally:
+        bound.calls = own
 
 
 # --- whole steps of real plans
@@ -299,52 +317,31 @@ class Watch:
         return result, Taken(whole_ns, share.launches_ns - launches_ns, share.events_ns - events_ns)
 
 
-class Timed:
-    """Goes between a file's function and its runtime. `taken`: per instruction its kind and time."""
-
-    def __init__(self, runtime: Any, watch: Watch):
-        self._runtime, self._watch = runtime, watch
-        self.taken: list[tuple[str, Taken]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        method, watch, taken = getattr(self._runtime, name), self._watch, self.taken
-
-        def time_of(*args: Any, **kwargs: Any) -> Any:
-            result, found = watch.call(method, *args, **kwargs)
-            taken.append((name, found))
-            return result
-
-        setattr(self, name, time_of)
-        return time_of
-
-
 def measure(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The least over steps of each instruction, net, as all else is the machine's other work; their mean by kind."""
     for _ in range(3):
         job.step(batch)
     session: Any = job.driver.session  # type: ignore[attr-defined]
-    clock, function, fed = Clock(), session.file.functions["step"], {}
+    clock, bound, fed = Clock(), bound_step(job), {}
     watch = Watch(clock, TorchShare(clock))
-    functions: list[Taken] = []
+    taken: list[tuple[str, Taken]] = []
     runs, around_ns, plain_ns = [], [], []
 
-    def step(runtime: Any, given: Any) -> Any:
-        fed.update(given)
-        timed = Timed(runtime, watch)
-        results, taken = watch.call(function, timed, given)
-        runs.append(timed.taken)
-        functions.append(taken)
-        return results
+    def time_call(issue: Issue, call: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda run: taken.append((issue.op, watch.call(call, run)[1]))
 
-    session.file.functions["step"] = step
-    job.step(batch)
-    runs.clear()
+    def note_batch(run: Any) -> None:
+        fed.update(run.batch)
+        DeviceRuntime.issue(bound, run)
+
+    with patch.object(bound, "issue", note_batch):
+        job.step(batch)
     for _ in range(STEPS):  # in turns, as the machine is busy at times
-        session.file.functions["step"] = step
-        with watch.share.watch(session.state.stores.values()):
+        taken.clear()
+        with watch.share.watch(session.state.stores.values()), replaced_calls(bound, time_call):
             _, whole = watch.call(session.step, fed)
-        around_ns.append(whole.net_ns - functions[-1].net_ns)
-        session.file.functions["step"] = function
+        around_ns.append(whole.net_ns - sum(each.net_ns for _, each in taken))
+        runs.append(list(taken))
         plain_ns.append(clock.span_ns(lambda: session.step(fed)))
     net, gross, events = Kinds(), Kinds(), Kinds()
     for row in zip(*runs, strict=True):
@@ -370,55 +367,53 @@ def measure(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 # --- counting, which other work of the machine does not change
 
 
-class BytecodeCounter:
-    """Goes between a file's function and its runtime, and counts the bytecodes of each instruction outside of the
-    calls of torch that `share` times."""
-
-    def __init__(self, runtime: Any, share: TorchShare, found: Counter[str]):
-        self._runtime, self._share, self._found = runtime, share, found
-
-    def __getattr__(self, name: str) -> Any:
-        method, share, found = getattr(self._runtime, name), self._share, self._found
-        own = (TorchShare.time_of.__code__.co_filename, "timed_call")
-
-        def count(frame: Any, event: str, arg: Any) -> Any:
-            found[name] += event == "opcode" and not share.is_inside
-            return count
-
-        def begin(frame: Any, event: str, arg: Any) -> Any:
-            if share.is_inside or (frame.f_code.co_filename, frame.f_code.co_name) == own:
-                return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            return count
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            sys.settrace(begin)
-            try:
-                return method(*args, **kwargs)
-            finally:
-                sys.settrace(None)
-
-        return run
-
-
 def count_bytecodes(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The mean bytecodes of each kind of instruction, in one step."""
+    """The mean bytecodes of each kind of instruction in one step, with those that go from one to the next, outside of
+    the calls of torch that `TorchShare` times."""
     for _ in range(4):
         job.step(batch)
     session: Any = job.driver.session  # type: ignore[attr-defined]
-    share, function, found = TorchShare(Clock()), session.file.functions["step"], Counter[str]()
-    session.file.functions["step"] = lambda runtime, given: function(BytecodeCounter(runtime, share, found), given)
-    with share.watch(session.state.stores.values()):
+    share, bound, found, kind = TorchShare(Clock()), bound_step(job), Counter[str](), [""]
+    around = {TorchShare.time_of.__code__, begin_kind.__code__}
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        found[kind[0]] += event == "opcode" and not share.is_inside
+        return count
+
+    def begin(frame: Any, event: str, arg: Any) -> Any:
+        if share.is_inside or any(frame.f_code in code.co_consts for code in around):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return count
+
+    def count_issue(run: Any) -> None:
+        sys.settrace(begin)
+        try:
+            DeviceRuntime.issue(bound, run)
+        finally:
+            sys.settrace(None)
+
+    calls = replaced_calls(bound, lambda issue, call: begin_kind(kind, issue.op, call))
+    with share.watch(session.state.stores.values()), calls, patch.object(bound, "issue", count_issue):
         job.step(batch)
-    session.file.functions["step"] = function
     counts = counts_of(job)[0]
-    light = [kind for kind in counts if kind not in COMPUTED]
+    light = [name for name in counts if name not in COMPUTED]
     return {
         "instructions": sum(counts.values()),
         "bytecodes_an_instruction": found.total() / sum(counts.values()),
-        "bytecodes_a_light_instruction": sum(found[kind] for kind in light) / sum(counts[kind] for kind in light),
-        "bytecodes_by_kind": {kind: found[kind] / number for kind, number in counts.items()},
+        "bytecodes_a_light_instruction": sum(found[name] for name in light) / sum(counts[name] for name in light),
+        "bytecodes_by_kind": {name: found[name] / number for name, number in counts.items()},
     }
+
+
+def begin_kind(kind: list[str], name: str, call: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The call, which says of what kind it is."""
+
+    def named_call(run: Any) -> None:
+        kind[0] = name
+        call(run)
+
+    return named_call
 
 
 class Kinds(dict[str, list[float]]):

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -190,6 +190,11 @@ def taken_bytes(device: torch.device) -> int:
 def storage_of(tensor: torch.Tensor) -> int:
     """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The addresses of the tensors' storages."""
+    return {*map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors))}
 
 
 def begin_peak(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from ..experts.exchange import rows_at_experts, sums_at_tokens, warm_up_exchange
 from ..experts.routes import Arrivals
 from ..optimizer.gradients import Grads
 from ..stage.shards import FlatStage
-from .issuing import Box, Handle, Issuing
+from .issuing import Handle, Issuing, ResultsOf, Run
 from .peers import PeerLink
 from .prepare import Issue
 from .reduce import reduce_grads, reduce_norms, reduce_whole
@@ -46,37 +46,38 @@ class Messages(Issuing):
     `Issue` the machine's."""
 
     def send(self, value: Handle, *, dst: int, tag: str) -> None:
-        issue = self._next("send")
+        issue, link = self._next("send"), self._link()
         dst = issue.peer
-        box, link, throttled = value.box, self._link(), self.pacing.throttled
 
-        def run() -> list[Any]:
-            if not throttled:
-                link.send(box.value.contiguous(), dst, tag)
-                return []
+        def work(run: Run, given: Tensor) -> list[Any]:
+            link.send(given.contiguous(), dst, tag)
+            return []
+
+        work_at_pace = self._pace(issue, work)
+
+        def meet_and_send(run: Run, given: Tensor) -> Sequence[Any]:
             link.meet_receiver(dst, tag)  # the transfer begins when both sides are there, and ends for both at once
-            rest = self.pacing.begin(issue)
-            link.send(box.value.contiguous(), dst, tag)
-            rest()
+            work_at_pace(run, given)
             link.meet_receiver(dst, tag)
             return []
 
-        self._launch(issue, [box], run)
+        self._launch(issue, (value,), meet_and_send if self.pacing.throttled else work)
 
     def recv(self, like: str, *, src: int, tag: str) -> Handle:
-        issue = self._next("recv")
-        src = issue.peer
+        issue, link = self._next("recv"), self._link()
+        src, throttled, device = issue.peer, self.pacing.throttled, self.device
         stage, _, output = like.partition(".")
-        spec, link, throttled = self.interface.stages[stage].output(output), self._link(), self.pacing.throttled
-        shape = spec.shape
-        if issue.sized_as is not None and FORM in self.interface.sizes:
-            number = self.interface.stages[stage].made.index(spec)
-            shape = self.state.forms[self.form_of(issue.sized_as)].stages[stage].made[number].shape
-        elif issue.sized_as is not None and spec.dims:
-            shape = spec.shape_at(self.sizes[issue.sized_as])
+        maker, sized_as = self.interface.stages[stage], issue.sized_as
+        spec, has_forms = maker.output(output), FORM in self.interface.sizes
 
-        def run() -> list[Any]:
-            into = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self.device)
+        def shape(run: Run) -> tuple[int, ...]:
+            if sized_as is not None and has_forms:
+                form = self.state.forms[run.form_of(sized_as)]
+                return form.stages[stage].made[maker.made.index(spec)].shape
+            return spec.shape if sized_as is None or not spec.dims else spec.shape_at(run.sizes[sized_as])
+
+        def work(run: Run) -> list[Any]:
+            into = torch.empty(shape(run), dtype=getattr(torch, spec.dtype), device=device)
             if throttled:
                 link.meet_sender(src, tag)
             link.recv(into, src, tag)
@@ -84,14 +85,11 @@ class Messages(Issuing):
                 link.meet_sender(src, tag)
             return [into]
 
-        return self._launch(issue, [], run)[0]
+        return self._launch(issue, (), work)[0]
 
     def all_reduce(self, *values: Handle, group: str, parts: bool = True) -> tuple[Handle, ...]:
         issue = self._next("all_reduce")
         group = issue.group
-        boxes = [handle.box for handle in values]
-        for handle in values:
-            handle.release()
         rows, adding = self.interface.groups[group], self.interface.adding(group)
         members = [(stage, param) for device, stage, param in rows if device == self.index]
         adds = [row in adding for row in rows if row[0] == self.index]
@@ -100,8 +98,7 @@ class Messages(Issuing):
             params = self.interface.stages[issue.stages[0]].params
             own = {param.name for param in params if isinstance(param.part, TeamPart)}
 
-        def run() -> list[Any]:
-            found = [box.value for box in boxes]
+        def work(run: Run, *found: Any) -> Sequence[Any]:
             if isinstance(found[0], Grads) and not members[0][1]:
                 reduce_whole(found[0], link, group, own)
                 return found
@@ -111,57 +108,50 @@ class Messages(Issuing):
                 return found
             return [reduce_norms(found, link, group)] * len(found)
 
-        return tuple(self._launch(issue, boxes, self._together(issue, group, run), boxes))
+        return self._launch(issue, values, self._together(issue, group, work), values, gone=values)
 
     def all_gather(self, shard: Handle, *, group: str, hierarchical: bool = False) -> Handle:
         issue = self._next("all_gather")
-        group = issue.group
-        box, stage, link, arena = shard.box, issue.stages[0], self.link, self.state.memory.device_arena
+        group, stage, link, arena = issue.group, issue.stages[0], self.link, self.state.memory.device_arena
         flat = self._flat(stage)
         views = arena.views(f"{stage}, whole", flat.whole, issue.pieces)
-        place = arena.range(issue.pieces[0][0], flat.whole.total_bytes)
-        all_rows = arena.once((stage, issue.pieces), lambda: flat.weight_rows(place))
+        all_rows = flat.weight_rows(arena.range(issue.pieces[0][0], flat.whole.total_bytes))
 
-        def run() -> list[Any]:
-            for rows, own in zip(all_rows, flat.weight_slices(box.value), strict=True):
+        def work(run: Run, given: Tensor) -> list[Any]:
+            for rows, own in zip(all_rows, flat.weight_slices(given), strict=True):
                 rows[flat.index].copy_(own)
                 if link is not None:
                     link.gather_rows(rows, group, hierarchical)
             return [views]
 
-        return self._launch(issue, [], self._together(issue, group, run))[0]
+        return self._launch(issue, (), self._together(issue, group, work), weights=(shard,))[0]
 
     def reduce_scatter(
         self, grads: Handle, total: Handle | None = None, *, group: str, hierarchical: bool = False,
         whole: bool = False,
     ) -> Handle:  # fmt: skip
         issue = self._next("reduce_scatter")
-        group = issue.group
-        box, link, flat = grads.box, self.link, self._flat(issue.stages[0])
-        before = None if total is None else total.box
-        spares, owns, named = self._places_of_sums(issue, flat)
-        grads.release()
-        if total is not None:
-            total.release()
+        group, link, flat = issue.group, self.link, self._flat(issue.stages[0])
+        places = self._places_of_sums(issue, flat)
 
-        def run() -> list[Any]:
-            for rows, spare, own in zip(box.value.flats, spares, owns, strict=True):
+        def work(run: Run, given: Grads, before: Grads | None = None) -> list[Any]:
+            spares, owns, named = places()
+            for rows, spare, own in zip(given.flats, spares, owns, strict=True):
                 into = own if before is None else None
                 assert link is not None
                 total_rows = link.sum_rows(rows, spare, into, group, hierarchical, whole)
                 if before is not None:
                     own.add_(total_rows)
             if before is not None:
-                return [before.value]
-            return [Grads({name: named[name] for name in box.value.tensors}, flats=owns)]
+                return [before]
+            return [Grads({name: named[name] for name in given.tensors}, flats=owns)]
 
-        reads = [box] if before is None else [box, before]
-        over = [] if before is None else [before]
-        return self._launch(issue, reads, self._together(issue, group, run), over)[0]
+        over = () if total is None else (total,)
+        return self._launch(issue, (grads, *over), self._together(issue, group, work), over, gone=(grads, *over))[0]
 
     def member(self, *, group: str) -> Handle:
         self._next("member")
-        return Handle(Box(None, self.state.member_in(group)))
+        return self._hold(lambda run: self.state.member_in(group))
 
     def all_to_all(self, value: Handle, *, group: str, split_dim: int, concat_dim: int) -> Handle:
         issue = self._next("all_to_all")
@@ -206,10 +196,9 @@ class Messages(Issuing):
         return self._exchange(issue, value, exchange)
 
     def own_part(self, value: Handle, *, group: str, dim: int) -> Handle:
-        issue, box = self._next("own_part"), value.box
-        members = self.state.members_in(group)
+        issue, members = self._next("own_part"), self.state.members_in(group)
         count, own = len(members), members.index(self.index)
-        return self._launch(issue, [box], lambda: [box.value.detach().chunk(count, dim)[own].clone()])[0]
+        return self._launch(issue, (value,), lambda run, given: [given.detach().chunk(count, dim)[own].clone()])[0]
 
     def pass_on(self, value: Handle, *, group: str, back: bool = False) -> Handle:
         issue = self._next("pass_on")
@@ -226,30 +215,28 @@ class Messages(Issuing):
     ) -> Handle:
         """The result of a function of `experts/exchange.py` for a value. The host waits for the routes: who sends how
         many bytes is an argument of a message."""
-        link, routed = self._link(), routes.box
+        link = self._link()
 
-        def exchange(given: Tensor) -> Tensor:
-            members, host_routes = link.groups[issue.group], routed.value.cpu()
+        def exchange(given: Tensor, routed: Tensor) -> Tensor:
+            members, host_routes = link.groups[issue.group], routed.cpu()
             exchange = partial(link.exchange_counted, group=issue.group)
             arrivals = [Arrivals(host_routes, member, len(members), experts) for member in range(len(members))]
             return made_of(given, arrivals, members.index(self.index), exchange)
 
-        return self._exchange(issue, value, exchange, [routed])
+        return self._exchange(issue, value, exchange, routes)
 
-    def _exchange(
-        self, issue: Issue, value: Handle, exchange: Callable[[Tensor], Tensor], others: Sequence[Box] = ()
-    ) -> Handle:
+    def _exchange(self, issue: Issue, value: Handle, exchange: Callable[..., Tensor], *others: Handle) -> Handle:
         """The result of what the members do with a value; with values on GPUs and a group that is not only of GPUs, on
-        copies in host memory. `others`: what `made` reads beside it."""
-        box, link = value.box, self._link()
+        copies in host memory. `others`: what `exchange` reads beside it."""
+        link = self._link()
 
-        def run() -> list[Tensor]:
-            given = box.value.detach()
+        def work(run: Run, value: Tensor, *read: Any) -> list[Tensor]:
+            given = value.detach()
             if given.is_cuda and not link.on_device(issue.group):
-                return [exchange(given.cpu()).to(self.device)]
-            return [exchange(given)]
+                return [exchange(given.cpu(), *read).to(self.device)]
+            return [exchange(given, *read)]
 
-        return self._launch(issue, [box, *others], self._together(issue, issue.group, run))[0]
+        return self._launch(issue, (value, *others), self._together(issue, issue.group, work))[0]
 
     def _rows(self, given: Tensor, group: str, dim: int) -> Tensor:
         """The parts of a value for each member, one after the other, in memory of their own."""
@@ -263,9 +250,11 @@ class Messages(Issuing):
         assert flat is not None
         return flat
 
-    def _places_of_sums(self, issue: Issue, flat: FlatStage) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    def _places_of_sums(
+        self, issue: Issue, flat: FlatStage
+    ) -> Callable[[], tuple[list[Tensor], list[Tensor], dict[str, Tensor]]]:
         """For each segment of a scatter room for what arrives first, and the place of this device's sums; and these by
-        parameter. Made once for each place."""
+        parameter."""
         arena, num_bytes = self.state.memory.device_arena, flat.own_grads.total_bytes
         assert issue.staging is not None
         staging = arena.range(*issue.staging)
@@ -274,24 +263,22 @@ class Messages(Issuing):
             return flat.grad_slices(staging), flat.grad_slices(own), flat.own_grads.views(own)
 
         if issue.place is None:  # a result that the step returns
-            return places(torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
-        own = arena.range(issue.place, num_bytes)
-        return arena.once((issue.stages[0], issue.staging, issue.place), lambda: places(own))
+            return lambda: places(torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
+        found = places(arena.range(issue.place, num_bytes))
+        return lambda: found
 
-    def _together(self, issue: Issue, group: str, run: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
-        """`run`; on throttled links it begins when all members are there, and lasts as long as the links need."""
+    def _together(self, issue: Issue, group: str, work: ResultsOf) -> ResultsOf:
+        """`work`; on throttled links it begins when all members are there, and lasts as long as the links need."""
         link = self.link
         if link is None or not issue.least_s:
-            return run
+            return work
+        work_at_pace = self._pace(issue, work)
 
-        def operands_to_hold() -> list[Any]:
+        def meet_and_work(run: Run, *values: Any) -> Sequence[Any]:
             link.meet_all(group)
-            rest = self.pacing.begin(issue)
-            found = run()
-            rest()
-            return found
+            return work_at_pace(run, *values)
 
-        return operands_to_hold
+        return meet_and_work
 
     def _link(self) -> PeerLink:
         if self.link is None:

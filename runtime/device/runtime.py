@@ -1,8 +1,8 @@
 """The device runtime: what `rt` is in a generated `step(rt, batch)` on a real device.
 
-The function runs once, fast, on the calling thread: every op returns handles at once and is issued to its stream, where
-it starts when its inputs are ready. Memory is taken and given back in issue order under the budgets of the device and
-of DRAM, so an op that would exceed one raises, whatever has run so far.
+The function runs once, and binds every op to its stream, stage and operands. A run issues them one after another, fast,
+on the calling thread; each starts on its stream when its inputs are ready. Memory is taken and given back in issue
+order under the budgets of the device and of DRAM, so an op that would exceed one raises, whatever has run so far.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import NonFiniteLoss, PenstockError
-from ...ir.program import holders
+from ...ir.program import FIRST_FORM, holders
 from ..optimizer.gradients import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
 from ..optimizer.hooks import run_hooks
-from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.file import Staged
+from ..stage.kept import Kept
 from ..stage.runner import StageRunner
+from ..stage.split_backward import Rest
 from ..stage.store import StageStore
-from .issuing import Box, Handle
+from .issuing import Handle, Run, join_calls
 from .messages import Messages
 from .prepare import Issue
 from .streams import CudaEvent, CudaStream
@@ -35,108 +36,117 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 1e-3  # between two looks at what a ho
 
 
 class DeviceRuntime(Transfers, Messages, Versions):
-    """One run of one program; its methods are the ops."""
+    """One program, bound to a device; its methods are the ops, which the program's file calls once."""
 
     # --- ops: compute
 
     def forward(
         self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int, keep: bool = True
     ) -> tuple[Handle, ...]:
-        issue = self._next("forward")
-        store, bound, boxes = self.stores[stage], weights.box, [h.box for h in inputs]
-        runner, seed = self._runner(stage, micro_batch), self._seed(issue)
+        issue, store = self._next("forward"), self.stores[stage]
+        number, runner_of, let_go = number_of(issue), self._runner_of(stage, micro_batch), self.interface.asynchronous
+        undo, losses = self.bad_step is not None, issue.losses if self._looks_at_losses else ()
+        notes = any(form.stages[stage].noted_buffers(undo) for form in self.state.forms.values())
 
-        def run() -> list[Any]:
-            runner.bind(bound.value)
-            runner.prepare_buffers(self.step_count, undo=self.bad_step is not None)
-            values = [box.value for box in boxes]
-            outputs, kept = self._try(issue, values, lambda given: runner.forward(given, seed, keep))
-            if issue.losses:
-                self._look_at_losses(issue, outputs)
-            self._let_go(store, bound.value)
+        def work(run: Run, bound: dict[str, Tensor], *values: Tensor) -> list[Any]:
+            runner, seed = runner_of(run), run.seeds[number]
+            runner.bind(bound)
+            if notes:
+                runner.prepare_buffers(run.step_count, undo)
+            try:
+                made = runner.forward(values, seed, keep)
+            except Exception as error:
+                made = self._forward_zeros(run, issue, values, error, lambda zeros: runner.forward(zeros, seed, keep))
+            outputs, kept = made
+            if losses and run.stop_on_nan:
+                self._look_at_losses(run, issue, outputs)
+            if let_go:
+                self._let_go(store, bound)
             return [*outputs, kept] if keep else outputs
 
-        return tuple(self._launch(issue, boxes, run))
+        return self._launch(issue, inputs, work, weights=(weights,))
 
-    def _try(self, issue: Issue, values: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Made]) -> Made:
-        """The result of a forward. Where its inputs make it fail and the step can be undone, that of zeros: all devices
-        come to the end of the step, and none has waited in vain."""
-        if self.bad_step is None:
-            return run(values)
+    def _forward_zeros(
+        self,
+        run: Run,
+        issue: Issue,
+        values: Sequence[Tensor],
+        error: Exception,
+        forward: Callable[[Sequence[Tensor]], Made],
+    ) -> Made:
+        """The result of a forward that its inputs made fail, if the step can be undone: that of zeros. All devices come
+        to the end of the step, and none has waited in vain. `error`, of any kind, is what the user's lines raised."""
+        if self.bad_step is None or isinstance(error, (PenstockError, torch.OutOfMemoryError)):
+            raise error
+        self.bad_step.note(run.judged_as, issue, error)
+        run.zeroed.add((issue.stage, issue.micro_batch))
         try:
-            return run(values)
-        except (PenstockError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of any kind, by what the user's lines call
-            self.bad_step.note(self.number, issue, error)
-            self.zeroed.add((issue.stage, issue.micro_batch))
-            try:
-                return run([torch.zeros_like(value) for value in values])
-            except Exception:  # a check of the model's own refuses zeros, too
-                raise error from None
+            return forward([torch.zeros_like(value) for value in values])
+        except Exception:  # a check of the model's own refuses zeros, too
+            raise error from None
 
-    def _look_at_losses(self, issue: Issue, outputs: Sequence[Tensor]) -> None:
-        """Note the step as bad where a loss is not finite: now, or on a GPU later, by a copy in host memory. In fp16
-        the gradients tell, as the scale of the loss is judged by them."""
-        if self.bad_step is None or not self.stop_on_nan or self.state.loss_scale is not None:
-            return
+    @property
+    def _looks_at_losses(self) -> bool:
+        """Whether losses tell a bad step. In fp16 the gradients do, as the scale of the loss is judged by them."""
+        return self.bad_step is not None and self.state.loss_scale is None
+
+    def _look_at_losses(self, run: Run, issue: Issue, outputs: Sequence[Tensor]) -> None:
+        """Note the step as bad where a loss is not finite: now, or on a GPU later, by a copy in host memory."""
         for i in issue.losses:
             if outputs[i].is_cuda:
                 place = self.state.memory.dram_arena.once(("loss", issue.index, i), partial(_host_place, outputs[i]))
-                self.losses.append((issue, place.copy_(outputs[i], non_blocking=True)))
+                run.losses.append((issue, place.copy_(outputs[i], non_blocking=True)))
             else:
-                self._judge(issue, outputs[i])
+                self._judge(run, issue, outputs[i])
 
-    def _judge(self, issue: Issue, loss: Tensor) -> None:
+    def _judge(self, run: Run, issue: Issue, loss: Tensor) -> None:
         if self.bad_step is not None and not bool(torch.isfinite(loss)):
-            self.bad_step.note(self.number, issue, NonFiniteLoss(f"the loss is {float(loss)}"))
+            self.bad_step.note(run.judged_as, issue, NonFiniteLoss(f"the loss is {float(loss)}"))
 
-    def judge_losses(self) -> None:
+    def judge_losses(self, run: Run) -> None:
         """Wait for the losses of a GPU, note the step as bad where a loss is not finite, and tell the other devices."""
         if self.bad_step is None:
             return
-        events = [event for issue, _ in self.losses if (event := self.events[issue.index]) is not None]
-        self._wait_on_host(lambda: all(event.done for event in events))
-        for issue, loss in self.losses:
-            self._judge(issue, loss)
-        self.losses.clear()
-        self.bad_step.pass_losses(self.number)
+        events = [event for issue, _ in run.losses if (event := run.events[issue.index]) is not None]
+        self._wait_on_host(run, lambda: all(event.done for event in events))
+        for issue, loss in run.losses:
+            self._judge(run, issue, loss)
+        run.losses.clear()
+        self.bad_step.pass_losses(run.judged_as)
 
-    def _await_verdict(self, issue: Issue) -> None:
+    def _await_verdict(self, run: Run) -> None:
         """Before an update of a GPU is issued, wait until all devices have looked at their losses. What backward has
         still to do keeps the GPU busy meanwhile."""
-        bad_step, stream = self.bad_step, self.streams[issue.stream]
-        if bad_step is not None and stream.is_cuda:
-            self._wait_on_host(lambda: bad_step.verdict(self.number) is not None)
+        bad_step = self.bad_step
+        if bad_step is not None and bad_step.verdict(run.judged_as) is None:
+            self._wait_on_host(run, lambda: bad_step.verdict(run.judged_as) is not None)
 
-    @property
-    def _is_bad(self) -> bool:
+    def _is_bad(self, run: Run) -> bool:
         """Whether no update is to be made in this step."""
         if self.bad_step is None:
             return False
-        while (is_bad := self.bad_step.verdict(self.number)) is None:  # a thread of a GPU's host
+        while (is_bad := self.bad_step.verdict(run.judged_as)) is None:  # a thread of a GPU's host
             time.sleep(LONGEST_PAUSE_S)
         return is_bad
 
-    def _wait_on_host(self, is_over: Callable[[], bool]) -> None:
+    def _wait_on_host(self, run: Run, is_over: Callable[[], bool]) -> None:
         """Let the thread that issues ops wait. As the end of a step does (`streams.follow`), show on the board how far
         the GPU is, by which other processes tell a slow device from one that hangs."""
         pause_s, shown = SHORTEST_PAUSE_S, 0
         while not is_over():
-            if not self._is_quiet():
-                self.all_streams.raise_fault()
-            shown = self._show_place(shown)
+            self.all_streams.raise_fault()
+            shown = self._show_place(run, shown)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
-    def _show_place(self, first: int) -> int:
+    def _show_place(self, run: Run, first: int) -> int:
         """Show the first op on the GPU's streams, from this one on, that is not over. Returns its number."""
-        board, count = self.all_streams.board, self._cursor
+        board, count = self.all_streams.board, len(run.events)
         for stream in self.streams.values():
             if isinstance(stream, CudaStream):
                 board[stream.slot] = -abs(board[stream.slot])
         for index in range(first, count):
-            event = self.events[index]
+            event = run.events[index]
             if isinstance(event, CudaEvent):
                 board[event.stream.slot] = -self.issues[index].line
                 if not event.done:
@@ -145,21 +155,20 @@ class DeviceRuntime(Transfers, Messages, Versions):
         return count
 
     def evaluate(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int) -> tuple[Handle, ...]:
-        issue = self._next("evaluate")
-        runner, bound, boxes = self._runner(stage, micro_batch), weights.box, [h.box for h in inputs]
-        assert issue.micro_batch is not None
-        state = self.state
-        evaluation, store = (state.step_count, state.evaluation_count), self.stores[stage]
-        seed = evaluation_seed(state.seed, *evaluation, issue.micro_batch)
+        issue, store = self._next("evaluate"), self.stores[stage]
+        number, runner_of = number_of(issue), self._runner_of(stage, micro_batch)
 
-        def run() -> list[Any]:
-            runner.bind(bound.value)
-            runner.prepare_buffers(evaluation)
-            values = [box.value for box in boxes]
-            outputs = self._try(issue, values, lambda given: runner.evaluate(given, seed))
+        def work(run: Run, bound: dict[str, Tensor], *values: Tensor) -> list[Any]:
+            runner, seed = runner_of(run), run.seeds[number]
+            runner.bind(bound)
+            runner.prepare_buffers(run.evaluation)
+            try:
+                outputs = runner.evaluate(values, seed)
+            except Exception as error:
+                outputs = self._forward_zeros(run, issue, values, error, lambda zeros: runner.evaluate(zeros, seed))
             return outputs if runner is store.runner else store.pick_outputs(outputs, runner.spec)
 
-        return tuple(self._launch(issue, boxes, run))
+        return self._launch(issue, inputs, work, weights=(weights,))
 
     def backward(
         self,
@@ -173,57 +182,55 @@ class DeviceRuntime(Transfers, Messages, Versions):
         micro_batch: int,
         unpack_once: bool = False,
     ) -> tuple[Handle, ...]:
-        issue = self._next("backward")
-        store, bound, runner = self.stores[stage], weights.box, self._runner(stage, micro_batch)
-        boxes = [None if h is None else h.box for h in inputs]
-        given = self._output_gradients(douts)
-        number = issue.turn // self.interface.accumulate
-        reads = [box for box in (*boxes, *given) if box is not None]
-        kept_box = grads_box = None
-        if kept is not None:
-            kept_box = kept.box
-            reads.append(kept_box)
-        if grads is not None:
-            grads_box = grads.box
-            reads.append(grads_box)
-            grads.release()
-        seed = self._seed(issue)
+        issue, store = self._next("backward"), self.stores[stage]
+        number, runner_of, let_go = number_of(issue), self._runner_of(stage, micro_batch), self.interface.asynchronous
+        entering, scale_numbers = self._output_gradients(issue, douts)
+        stays, end = issue.adds_on and len(store.of_forms) == 1, len(inputs)
 
-        def run() -> list[Any]:
-            so_far, flats, places = self._sum_so_far(store, grads_box)
-            values = [None if box is None else box.value for box in given]
-            if self.scales is not None:
-                scale = self.scales.scale_of(number)
-                values = [d * scale if isinstance(d, float) else value for d, value in zip(douts, values)]
-            graph = None if kept_box is None else kept_box.value
-            runner.bind(bound.value)
-            inputs_now, more = self._inputs_again(issue, boxes), issue.adds_on and len(store.of_forms) == 1
-            dinputs, total = runner.backward(graph, inputs_now, values, so_far, seed, places, more, unpack_once)
-            self._let_go(store, bound.value)
+        def work(
+            run: Run, bound: dict[str, Tensor], graph: Kept | None, before: Grads | None, *values: Tensor | None
+        ) -> list[Any]:
+            runner = runner_of(run)
+            so_far, flats, places = self._sum_so_far(store, before)
+            runner.bind(bound)
+            given, entered = self._inputs_again(run, issue, values[:end]), scale_numbers(run, values[end:])
+            dinputs, total = runner.backward(
+                graph, given, entered, so_far, run.seeds[number], places, stays, unpack_once
+            )
+            if let_go:
+                self._let_go(store, bound)
             return [*dinputs, Grads(total, flats=flats)]
 
-        handles = self._launch(issue, reads, run, () if grads_box is None else (grads_box,))
+        over = () if grads is None else (grads,)
+        handles = self._launch(issue, (kept, grads, *inputs, *entering), work, over, gone=over, weights=(weights,))
         if issue.judges:
-            self.judge_losses()
-        return tuple(handles)
+            self.calls[-1] = join_calls(self.calls[-1], self.judge_losses)
+        return handles
 
-    def _inputs_again(self, issue: Issue, boxes: Sequence[Box | None]) -> list[Tensor | None]:
+    def _inputs_again(self, run: Run, issue: Issue, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The inputs on which a backward runs forward again: those that forward ran on."""
-        found = [None if box is None else box.value for box in boxes]
-        if self.zeroed and (issue.stage, issue.micro_batch) in self.zeroed:
-            return [None if value is None else torch.zeros_like(value) for value in found]
-        return found
+        if run.zeroed and (issue.stage, issue.micro_batch) in run.zeroed:
+            return [None if value is None else torch.zeros_like(value) for value in values]
+        return values
 
-    def _output_gradients(self, douts: Sequence[Handle | float | None]) -> list[Box | None]:
-        """The gradients of a stage's outputs; those of the loss are numbers, and scaled here, unless the scale is not
-        known before the backward begins."""
-        found: list[Box | None] = []
-        for dout in douts:
-            if isinstance(dout, float):
-                found.append(Box(None, dout * self.loss_scale if self.scales is None else dout))
-            else:
-                found.append(None if dout is None else dout.box)
-        return found
+    def _output_gradients(
+        self, issue: Issue, douts: Sequence[Handle | float | None]
+    ) -> tuple[list[Handle | None], Callable[[Run, Sequence[Any]], Sequence[Any]]]:
+        """The gradients of a stage's outputs as operands, and what makes their values of those of the operands: the
+        gradients of the loss are numbers, which a run scales."""
+        handles = [None if isinstance(dout, float) else dout for dout in douts]
+        numbers = [(i, dout) for i, dout in enumerate(douts) if isinstance(dout, float)]
+        mini_batch = issue.turn // self.interface.accumulate
+        if not numbers:
+            return handles, lambda run, values: values
+
+        def scale_numbers(run: Run, values: Sequence[Any]) -> Sequence[Any]:
+            scale, found = run.loss_scale if run.scales is None else run.scales.scale_of(mini_batch), list(values)
+            for i, number in numbers:
+                found[i] = number * scale
+            return found
+
+        return handles, scale_numbers
 
     def backward_input(
         self,
@@ -236,122 +243,103 @@ class DeviceRuntime(Transfers, Messages, Versions):
         micro_batch: int,
     ) -> tuple[Handle, ...]:
         issue = self._next("backward_input")
-        runner, bound = self._runner(stage, micro_batch), weights.box
-        boxes = [None if h is None else h.box for h in inputs]
-        kept_box = Box() if kept is None else kept.box
-        given = self._output_gradients(douts)
-        seed = self._seed(issue)
-        if kept is not None:
-            kept.release()
+        number, runner_of, end = number_of(issue), self._runner_of(stage, micro_batch), len(inputs)
+        entering, scale_numbers = self._output_gradients(issue, douts)
 
-        def run() -> list[Any]:
-            runner.bind(bound.value)
-            values = [None if box is None else box.value for box in given]
-            inputs_now = self._inputs_again(issue, boxes)
-            dinputs, rest = runner.backward_input(kept_box.value, inputs_now, values, seed)
+        def work(run: Run, bound: dict[str, Tensor], graph: Kept | None, *values: Tensor | None) -> list[Any]:
+            runner = runner_of(run)
+            runner.bind(bound)
+            given, entered = self._inputs_again(run, issue, values[:end]), scale_numbers(run, values[end:])
+            dinputs, rest = runner.backward_input(graph, given, entered, run.seeds[number])
             return [*dinputs, rest]
 
-        reads = [box for box in (*boxes, kept_box, *given) if box is not None]
-        handles = self._launch(issue, reads, run, part_of=reads)  # autograd saved them, or notes them as they are
+        reads = (kept, *inputs, *entering)
+        part_of = [handle for handle in reads if handle is not None]  # autograd saved them, or notes them as they are
+        handles = self._launch(issue, reads, work, part_of=part_of, gone=(kept,), weights=(weights,))
         if issue.judges:
-            self.judge_losses()
-        return tuple(handles)
+            self.calls[-1] = join_calls(self.calls[-1], self.judge_losses)
+        return handles
 
     def backward_weight(
         self, stage: str, weights: Handle, rest: Handle, grads: Handle | None = None, *, micro_batch: int
     ) -> Handle:
-        issue = self._next("backward_weight")
-        store, bound, rest_box = self.stores[stage], weights.box, rest.box
-        runner = self._runner(stage, micro_batch)
-        grads_box = Box() if grads is None else grads.box
-        if grads is not None:
-            grads.release()
+        issue, store = self._next("backward_weight"), self.stores[stage]
+        runner_of = self._runner_of(stage, micro_batch)
 
-        def run() -> list[Any]:
-            runner.bind(bound.value)
-            so_far, flats, places = self._sum_so_far(store, grads_box)
-            return [Grads(runner.backward_weight(rest_box.value, so_far, places), flats=flats)]
+        def work(run: Run, bound: dict[str, Tensor], rest: Rest, before: Grads | None) -> list[Any]:
+            runner = runner_of(run)
+            runner.bind(bound)
+            so_far, flats, places = self._sum_so_far(store, before)
+            return [Grads(runner.backward_weight(rest, so_far, places), flats=flats)]
 
-        return self._launch(issue, [rest_box, grads_box], run, [grads_box] if grads is not None else [])[0]
+        over = () if grads is None else (grads,)
+        return self._launch(issue, (rest, grads), work, over, gone=over, weights=(weights,))[0]
 
     def _sum_so_far(
-        self, store: StageStore, box: Box | None
+        self, store: StageStore, before: Grads | None
     ) -> tuple[dict[str, Tensor] | None, Sequence[Tensor], Mapping[str, Tensor] | None]:
         """A stage's gradients of earlier micro-batches by parameter; and, if they are to be scattered, the flat buffers
         that hold them now or later, and the place of each in them."""
-        so_far = None if box is None or box.value is None else box.value.tensors
+        so_far = None if before is None else before.tensors
         if store.flat_stage is None:
             return so_far, (), None
-        if box is not None and box.value is not None:
-            return so_far, box.value.flats, store.flat_stage.grad_views(box.value.flats)
+        if before is not None:
+            return so_far, before.flats, store.flat_stage.grad_views(before.flats)
         flats = store.flat_stage.new_grads(self.device)
         return None, flats, store.flat_stage.grad_views(flats)
 
     def add(self, left: Handle, right: Handle) -> Handle:
         issue = self._next("add")
-        a, b = left.box, right.box
-        left.release()
 
-        def run() -> list[Any]:
-            if isinstance(a.value, Grads):
-                for total, more in zip(a.value.flats, b.value.flats, strict=True):
+        def work(run: Run, a: Any, b: Any) -> list[Any]:
+            if isinstance(a, Grads):
+                for total, more in zip(a.flats, b.flats, strict=True):
                     total.add_(more)
             else:
-                a.value.add_(b.value)
-            return [a.value]
+                a.add_(b)
+            return [a]
 
-        return self._launch(issue, [a, b], run, [a])[0]
+        return self._launch(issue, (left, right), work, (left,), gone=(left,))[0]
 
-    def _runner(self, stage: str, micro_batch: int) -> StageRunner:
-        """The runner of a stage for the form of a micro-batch."""
-        return self.stores[stage].of_forms[self.form_of(micro_batch)]
-
-    def _seed(self, issue: Issue) -> int:
-        """A seed by the micro-batch's number in the whole batch; the file counts micro-batches within its lane."""
-        micro_batch = issue.micro_batch
-        assert micro_batch is not None
-        found = self._seeds.get(micro_batch)
-        if found is None:
-            found = self._seeds[micro_batch] = micro_batch_seed(self.state.seed, self.step_count, micro_batch)
-        return found
+    def _runner_of(self, stage: str, micro_batch: int) -> Callable[[Run], StageRunner]:
+        """The runner of a stage for the form that a micro-batch has in a run."""
+        runners = self.stores[stage].of_forms
+        first = runners[FIRST_FORM]
+        return lambda run: runners[run.form_of(micro_batch)] if run.sizes else first
 
     # --- ops: update
 
     def norm(self, *grads: Handle) -> Handle:
         issue = self._next("norm")
-        boxes = [handle.box for handle in grads]
         specs = [self.interface.stages[stage] for stage in issue.stages]
         of_each = holders(self.interface, self.index)
 
-        def run() -> list[Any]:
-            parts = ((spec, box.value.tensors) for spec, box in zip(specs, boxes, strict=True))
+        def work(run: Run, *values: Grads) -> list[Any]:
+            parts = ((spec, value.tensors) for spec, value in zip(specs, values, strict=True))
             return [sum_of_squares(parts, of_each)]
 
-        return self._launch(issue, boxes, run)[0]
+        return self._launch(issue, grads, work)[0]
 
     def hook(self, grads: Handle) -> Handle:
         issue = self._next("hook")
-        box, params = grads.box, self.interface.stages[issue.stage].params
-        grads.release()
+        params = self.interface.stages[issue.stage].params
 
-        def run() -> list[Any]:
-            run_hooks(params, box.value.tensors, self.loss_scale)
-            return [box.value]
+        def work(run: Run, given: Grads) -> list[Any]:
+            run_hooks(params, given.tensors, run.loss_scale)
+            return [given]
 
-        return self._launch(issue, [box], run, [box])[0]
+        return self._launch(issue, (grads,), work, (grads,), gone=(grads,))[0]
 
     def clip(self, grads: Handle, norm: Handle, *, max_norm: float) -> Handle:
         issue = self._next("clip")
-        box, squares = grads.box, norm.box
-        grads.release()
-        self.squares = squares
 
-        def run() -> list[Any]:
-            scale = self.loss_scale if self.scales is None else self.scales.scale_of(issue.turn)
-            box.value.scale(clip_factor(squares.value, max_norm, scale))
-            return [box.value]
+        def work(run: Run, given: Grads, squares: Tensor) -> list[Any]:
+            run.squares = squares
+            scale = run.loss_scale if run.scales is None else run.scales.scale_of(issue.turn)
+            given.scale(clip_factor(squares, max_norm, scale))
+            return [given]
 
-        return self._launch(issue, [box, squares], run, [box])[0]
+        return self._launch(issue, (grads, norm), work, (grads,), gone=(grads,))[0]
 
     def step(
         self,
@@ -362,55 +350,56 @@ class DeviceRuntime(Transfers, Messages, Versions):
         *,
         speculative: bool = False,
     ) -> Handle | None:
-        issue = self._next("step")
-        box, squares, store = grads.box, None if norm is None else norm.box, self.stores[stage]
-        staged_box = None if states is None else states.box
-        factor = speculative_factor(self.loss_scale) if speculative else None
-        if squares is not None:
-            self.squares = squares
-        if states is not None:
-            states.release()
+        issue, store = self._next("step"), self.stores[stage]
 
-        def run() -> list[Any]:
-            staged: Staged | None = None if staged_box is None else staged_box.value
-            self._note_rates(store, box.value.part)
-            finite = squares is None or bool(torch.isfinite(squares.value))
-            if squares is not None and self.scales is not None:
-                self.scales.note(issue.turn, finite)
-            if finite and not self._is_bad:
-                store.update(box.value, staged, factor, self._draw(stage, box.value.part))
+        def work(run: Run, given: Grads, squares: Tensor | None, staged: Staged | None) -> list[Any]:
+            self._note_rates(run, store, given.part)
+            finite = True
+            if squares is not None:
+                run.squares, finite = squares, bool(torch.isfinite(squares))
+                if run.scales is not None:
+                    run.scales.note(issue.turn, finite)
+            if finite and not self._is_bad(run):
+                factor = speculative_factor(run.loss_scale) if speculative else None
+                store.update(given, staged, factor, self._draw(run, stage, given.part))
             else:
                 store.skip(staged)
             return [] if staged is None else [staged]
 
-        self._await_verdict(issue)
-        made = self._launch(issue, [b for b in (box, squares, staged_box) if b is not None], run)
+        made = self._launch(issue, (grads, norm, states), work, gone=(states,))
+        if self.streams[issue.stream].is_cuda:
+            self.calls[-1] = join_calls(self._await_verdict, self.calls[-1])
         return made[0] if made else None
 
-    def _note_rates(self, store: StageStore, part: str) -> None:
+    def _note_rates(self, run: Run, store: StageStore, part: str) -> None:
         """Note the learning rates of an update that is about to be made, unless it takes those of an earlier one."""
         if store.optimizer is not None and part != "shared":
-            self.learning_rates = store.optimizer.learning_rates or self.learning_rates
+            run.learning_rates = store.optimizer.learning_rates or run.learning_rates
 
-    def _draw(self, stage: str, part: str) -> tuple[int, ...]:
+    def _draw(self, run: Run, stage: str, part: str) -> tuple[int, ...]:
         """The key of the random numbers of an update: seed, step, and its number in the step if it is asynchronous."""
-        number = self.updates.get((stage, part), 0)
-        self.updates[stage, part] = number + 1
-        return self.state.seed, self.step_count, number
+        number = run.updates.get((stage, part), 0)
+        run.updates[stage, part] = number + 1
+        return self.state.seed, run.step_count, number
 
     def redo(self, stage: str, grads: Handle, norm: Handle, *, max_norm: float) -> None:
-        issue, box, squares, store = self._next("redo"), grads.box, norm.box, self.stores[stage]
-        loss_scale = None if self.state.loss_scale is None else self.loss_scale
-        self.squares = squares
+        issue, store, scales = self._next("redo"), self.stores[stage], self.state.loss_scale is not None
 
-        def run() -> list[Any]:
-            verdict = judge(squares.value, max_norm, loss_scale)
-            if verdict is not Verdict.KEEP and not self._is_bad:
+        def work(run: Run, given: Grads, squares: Tensor) -> list[Any]:
+            run.squares = squares
+            verdict = judge(squares, max_norm, run.loss_scale if scales else None)
+            if verdict is not Verdict.KEEP and not self._is_bad(run):
                 clipped = verdict is Verdict.REDO
-                store.redo(box.value, clip_factor(squares.value, max_norm, self.loss_scale) if clipped else None)
+                store.redo(given, clip_factor(squares, max_norm, run.loss_scale) if clipped else None)
             return []
 
-        self._launch(issue, [box, squares], run)
+        self._launch(issue, (grads, norm), work)
+
+
+def number_of(issue: Issue) -> int:
+    """The number of an op's micro-batch in the whole batch; the file counts micro-batches within its lane."""
+    assert issue.micro_batch is not None
+    return issue.micro_batch
 
 
 def _host_place(loss: Tensor) -> Tensor:

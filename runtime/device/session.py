@@ -42,7 +42,7 @@ from ..stage.warm import warm_up
 from ..turns import TurnsLost
 from .file import DeviceFile, open_device_file, read_device_file
 from .host import trim_memory
-from .issuing import Handle
+from .issuing import Run
 from .messages import warm_up_routes
 from .named_streams import Streams
 from .pacing import Pacing, memory_names, moved_bytes
@@ -69,24 +69,6 @@ class StepResult:
     values: dict[str, list[Tensor]]
     report: dict[str, Any]
     refusal: PenstockError | None = None  # why the run is to be undone, as this device has found
-
-
-@dataclass(eq=False)
-class Run:
-    """One run of a program whose ops have all been issued. `number`: of the step, from 1."""
-
-    function: str
-    number: int
-    runtime: DeviceRuntime
-    results: dict[str, list[Handle]]
-    begun_s: float
-    records: dict[Stream, StreamRecord]
-
-    def wait(self) -> None:
-        """Wait until all ops are over, or skipped after one that failed. Any thread may call it."""
-        for event in self.runtime.events:
-            if event is not None:
-                event.wait()
 
 
 @dataclass
@@ -139,6 +121,7 @@ class DeviceSession:
             self._warm_up(list(programs.values()))
         self.drain = drain_of([programs["step"]], setup.precision)
         self._again = computed_again(programs["step"])
+        self.bound: dict[str, DeviceRuntime] = {}  # by function, from its first run on
         self.broken: Fault | None = None
         self._records: dict[Stream, StreamRecord] = {}  # of the last run that ended
         self.shares_generators = False
@@ -164,6 +147,7 @@ class DeviceSession:
         """Run micro-batches of another form, by the stages of its own file, from now on. `room`: the interface with
         room for all forms."""
         self.finish_step()
+        self._unbind()
         lane, role = place_of(room, self.index)
         file = open_device_file(path, form, role, self.setup.trust)
         first = read_device_file(self.file.path, room, role)
@@ -280,6 +264,7 @@ class DeviceSession:
             # with peers, one may never answer.
             with contextlib.suppress(RuntimeError):  # a GPU in error has stopped already
                 leave(self.device)
+        self._unbind()
         self.saver.close()
         self.streams.close()
         self.state.memory.close()
@@ -320,7 +305,7 @@ class DeviceSession:
             self._report_of_tail = self._end(before, run.number)
         self.report_before, self.tail = self._report_of_tail, run
         self._wait_for_results(run)
-        run.runtime.judge_losses()
+        self.bound["step"].judge_losses(run)
         values = self._values_of(run)
         drawing = any(self.state.stores[stage].runner.draws.may_draw for stage in self._again)
         if first or (self.shares_generators and drawing):
@@ -385,57 +370,70 @@ class DeviceSession:
 
     def _values_of(self, run: Run, loss_only: bool = False) -> dict[str, list[Tensor]]:
         """The results of a run, on CPU; the device releases them."""
-        wanted = {name: handles for name, handles in run.results.items() if name == "loss" or not loss_only}
-        values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in wanted.items()}
-        run.results = {}
+        wanted = {name: handles for name, handles in run.bound.results.items() if name == "loss" or not loss_only}
+        values = {name: [run.value(handle).detach().cpu() for handle in handles] for name, handles in wanted.items()}
+        run.boxes.clear()
         self.state.forget_values()
         return values
 
+    def _bind(self, function: str) -> DeviceRuntime:
+        """A program bound to this device, anew if its memory had to grow."""
+        plan = self.plans[function]
+        if plan.arenas[ops.DEVICE] > self.state.memory.device_arena.bytes:
+            self._unbind()
+            self.state.memory.grow(ops.DEVICE, plan.arenas[ops.DEVICE])
+        if function not in self.bound:
+            file = self.file.functions[function]
+            self.bound[function] = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link, file)
+        return self.bound[function]
+
+    def _unbind(self) -> None:
+        """Let go of the programs, which hold places in memory; calls and runtime hold each other."""
+        for runtime in self.bound.values():
+            runtime.calls.clear()
+        self.bound.clear()
+
     def _issue(self, function: str, batch: Mapping[str, Tensor], before: Run | None = None) -> Run:
         """Issue all ops of a function, after those of the run `before`."""
-        plan, number = self.plans[function], self.state.step_count + 1
-        self.state.memory.grow(ops.DEVICE, plan.arenas[ops.DEVICE])
-        earlier = None if before is None else before.runtime
-        runtime = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link, earlier)
-        runtime.sizes = sizes_of(self.setup.interface.sizes, batch)
+        bound, number = self._bind(function), self.state.step_count + 1
+        run = Run(bound, batch, sizes_of(self.setup.interface.sizes, batch), number, before)
         for account in self.state.memory.accounts.values():
             account.peak_bytes = account.live_bytes
         if before is None:
             for store in self.state.stores.values():
                 store.copied_bytes = 0
-        begun_s = time.perf_counter()
-        for stream in runtime.streams.values():
+        run.begun_s = time.perf_counter()
+        for stream in bound.streams.values():
             stream.begin(number)
-        with self._breaking(runtime, number), self.streams.issuing():
-            results = self.file.functions[function](runtime, dict(batch))
-            assert runtime.complete, "the file's function and its parsed text differ"
-            self.streams.end_issue(runtime.streams.values())
-        records = {stream: stream.record for stream in runtime.streams.values()}
-        if runtime.accounted:
+        with self._breaking(run, number), self.streams.issuing():
+            bound.issue(run)
+            self.streams.end_issue(bound.streams.values())
+        run.records = {stream: stream.record for stream in bound.streams.values()}
+        if run.accounted:
             peaks = {memory: account.peak_bytes for memory, account in self.state.memory.accounts.items()}
-            plan.counted = runtime.live_before, peaks
-        return Run(function, number, runtime, results, begun_s, records)
+            bound.plan.counted = run.live_before, peaks
+        return run
 
     def _wait_for_results(self, run: Run) -> None:
         """Wait for what a step returns, and for the first forward of each micro-batch on each stage: so a device whose
         forwards fail or hang does not seem to be done."""
-        makers = [handle.box.maker for handles in run.results.values() for handle in handles]
-        needed = [number for number in (*makers, *self.plans[run.function].forwards) if number is not None]
-        events = [run.runtime.events[number] for number in needed]
-        with self._breaking(run.runtime, run.number):
+        makers = [handle.maker for handles in run.bound.results.values() for handle in handles]
+        needed = [number for number in (*makers, *run.bound.plan.forwards) if number is not None]
+        events = [run.events[number] for number in needed]
+        with self._breaking(run, run.number):
             self.streams.wait(run.records, [event for event in events if event is not None])
 
     def _end(self, run: Run, number: int) -> dict[str, Any]:
         """Wait for the end of a run, and return its report. `number`: see `_breaking`."""
-        with self._breaking(run.runtime, number):
+        with self._breaking(run, number):
             self.streams.wait_end(run.records)
-            run.runtime.end()
+            run.end()
         # by the last op, not by this moment: the next step may have been issued, and run, before it
         ends_s = [end_s for record in run.records.values() for _, _, end_s in record.spans]
         end_s = max(ends_s, default=time.perf_counter())
         seconds, self._ended_s = end_s - max(run.begun_s, self._ended_s), end_s
         report = self._report(run, seconds)
-        if run.function == "step":
+        if run.bound.plan.trains:
             self.state.commit()
             if self.state.trimmer is not None:
                 self.state.trimmer = None
@@ -443,17 +441,17 @@ class DeviceSession:
         return report
 
     @contextlib.contextmanager
-    def _breaking(self, runtime: DeviceRuntime, number: int) -> Iterator[None]:
-        """After an error in the body half a step is there; it is raised with its place. `runtime`: of the run that the
-        body waits for; `number`: of the step in which the caller would look for the error."""
+    def _breaking(self, run: Run, number: int) -> Iterator[None]:
+        """After an error in the body half a step is there; it is raised with its place. `run`: that which the body
+        waits for; `number`: of the step in which the caller would look for the error."""
         try:
             with current(self.device):
                 yield
         except Fault as fault:
             self.broken, self.tail = self.streams.first_fault(fault), None
-            if not runtime.accounted and self.broken.label is not None:
-                for issue in runtime.issues[: self.broken.label.index + 1]:  # so that the error can say what was live
-                    runtime.account(issue)
+            if not run.accounted and self.broken.label is not None:
+                for issue in run.bound.issues[: self.broken.label.index + 1]:  # so that the error can say what was live
+                    run.bound.account(issue)
             raise self._with_place(self.broken, number) from self.broken.error
         except BaseException as error:
             self.broken, self.tail = Fault(None, error), None
@@ -498,27 +496,27 @@ class DeviceSession:
         for stream, record in run.records.items():
             busy_s = sum(end_s - start_s for _, start_s, end_s in record.spans)
             busy_share[stream.name] = min(1.0, busy_s / seconds)  # it may begin before the step before has ended
-        norm, skipped = self._gradient_norm(run.runtime)
-        plan, accounts = self.plans[run.function], self.state.memory.accounts
+        norm, skipped = self._gradient_norm(run)
+        plan, accounts = run.bound.plan, self.state.memory.accounts
         assert plan.counted is not None
         return {
             "seconds": seconds,
             "busy_share": busy_share,
-            "moved_bytes": self._moved_bytes(run.function),
+            "moved_bytes": self._moved_bytes("step" if plan.trains else "evaluate"),
             "peak_bytes": {accounts[memory].memory: peak for memory, peak in plan.counted[1].items()},
             "allocator": {self.spec.name: allocator_figures(self.device)} if self.device.type == "cuda" else {},
             "gradient_norm": norm,
-            "learning_rates": list(run.runtime.learning_rates),
+            "learning_rates": list(run.learning_rates),
             "loss_scale": None if self.state.loss_scale is None else self.state.loss_scale.scale,
             "skipped": skipped,
             "eager_blocks": self.state.eager_blocks(),
             "ungraphed": dict(self.state.ungraphed),
         }
 
-    def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
-        if runtime.squares is None:
+    def _gradient_norm(self, run: Run) -> tuple[float | None, bool]:
+        if run.squares is None:
             return None, False
-        return self.state.judge_norm(float(runtime.squares.value), runtime.scales)
+        return self.state.judge_norm(float(run.squares), run.scales)
 
     @property
     def spans(self) -> list[Span]:

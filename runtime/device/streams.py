@@ -287,6 +287,7 @@ class CudaStream(Stream):
         self.device, self.board, self.slot, self.current = device, board, slot, current
         self.stream = take_stream(device)
         self.steps = [CudaStep(self.record, timed_event())]  # those under way, the last one last
+        self._timed = self.steps[-1].timed
         self.spare: list[CudaEvent] = []  # of steps that are over, to be recorded again
         self.over: list[CudaEvent] = []  # of the last step that is over: tasks of the next one may still wait for them
 
@@ -300,6 +301,7 @@ class CudaStream(Stream):
         before = self.steps[-1] if self.steps[-1].timed else None
         self.steps = [each for each in self.steps if each.timed]
         self.steps.append(CudaStep(self.record, timed_event(), before=before))
+        self._timed = self.steps[-1].timed
         self.steps[-1].origin.record(self.stream)  # now, if the stream is idle
         self.steps[-1].origin_s = time.perf_counter()
         self.stream.wait_stream(current_stream(self.device))  # the caller's batch, or a new arena
@@ -317,7 +319,7 @@ class CudaStream(Stream):
             event.end.record(self.stream)
         except Exception as error:
             raise Fault(label, error, self.record.step) from error
-        self.steps[-1].timed.append((label, event))
+        self._timed.append((label, event))
         return event
 
     def _wait_before(self, waits: Iterable[Event], label: Label) -> list[CudaEvent]:

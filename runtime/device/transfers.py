@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from ..stage.arena import Arena, grads_layout
 from ..stage.kept import Kept
 from ..stage.store import StageStore
 from ..turns import TurnClient
-from .issuing import Box, Handle, Issuing
+from .issuing import Handle, Issuing, Run
 from .prepare import Issue
 
 NOTHING = nullcontext()
@@ -37,31 +37,33 @@ class Transfers(Issuing):
 
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         issue, spec = self._next("load"), self.interface.batch[name]
-        rows, part = spec.shape[0], spec.part_at(self.sizes[micro_batch]) if spec.dims else None
-        own = self.state.forms[self.form_of(micro_batch)].batch.get(name, spec)
+        rows, device = spec.shape[0], self.device
 
-        def cut(given: Tensor) -> Tensor:
+        def cut(run: Run, given: Tensor) -> Tensor:
+            own = self.state.forms[run.form_of(micro_batch)].batch.get(name, spec)
             if own.shape != spec.shape:
                 return part_of_form(given, own)
-            return given if part is None else given[part]
+            return given[spec.part_at(run.sizes[micro_batch])] if spec.dims else given
 
-        if self.device.type == "cpu":  # a view: it takes no memory and need not wait
+        if device.type == "cpu":  # a view: it takes no memory and need not wait
             first, last = micro_batch * rows, (micro_batch + 1) * rows  # `batch` holds the rows of this lane
-            return Handle(Box(None, cut(batch[name][first:last].cpu())))
+            return self._hold(lambda run: cut(run, run.batch[name][first:last].cpu()))
+        is_cut = bool(self.interface.sizes)
 
-        def run() -> list[Any]:
-            pinned = self.pinned.get(name)
+        def work(run: Run) -> list[Any]:
+            pinned = run.pinned.get(name)
             if pinned is None:  # all rows at once: page-locked memory is dear to ask for
-                whole = batch[name] if batch[name].is_cuda else batch[name].pin_memory()
-                pinned = self.pinned[name] = whole.split(rows)
-            moved = pinned[micro_batch].to(self.device, copy=True, non_blocking=True)
-            return [cut(moved)]
+                whole = run.batch[name] if run.batch[name].is_cuda else run.batch[name].pin_memory()
+                pinned = run.pinned[name] = whole.split(rows)
+            moved = pinned[micro_batch].to(device, copy=True, non_blocking=True)
+            return [cut(run, moved) if is_cut else moved]
 
-        return self._launch(issue, [], run)[0]
+        return self._launch(issue, (), work)[0]
 
     def resident(self, name: str, *, group: str | None = None) -> Handle:
         self._next("resident")
-        return Handle(Box(None, self.state.resident[name.partition(".")[0]]))
+        stage = name.partition(".")[0]
+        return self._hold(lambda run: self.state.resident[stage])
 
     def fetch(
         self,
@@ -73,35 +75,38 @@ class Transfers(Issuing):
         link_turn: int | None = None,
     ) -> Handle:
         issue = self._next("fetch")
-        if begun is not None:
-            begun.release()
         if isinstance(what, Handle) and not issue.pieces:
-            return self._fetch_activation(issue, what.box)
-        store, box = self.stores[issue.stage], what.box if isinstance(what, Handle) else None
-        arena = self.state.memory.device_arena
-        place, value, start, end = arena.once(
-            id(issue), lambda: _place_of(issue, arena, store, group is not None)
-        )
+            return self._fetch_activation(issue, what)
+        store, copy = self.stores[issue.stage], self._copy_of(issue.link_turn)
+        place, value, start, end = _place_of(issue, self.state.memory.device_arena, store, group is not None)
 
-        def run() -> list[Any]:
-            rest = self.pacing.begin(issue)
-            source = store.flat if box is None else box.value
-            self._copy_in(place, source if end - start == source.numel() else source[start:end], issue.link_turn)
-            rest()
+        def work(run: Run, given: Tensor | None = None) -> list[Any]:
+            source = store.flat if given is None else given
+            copy(place, source if end - start == source.numel() else source[start:end])
             return [value]
 
-        return self._launch(issue, [] if box is None else [box], run)[0]
+        reads = [what] if isinstance(what, Handle) else []
+        return self._launch(issue, reads, self._pace(issue, work), gone=(begun,))[0]
 
-    def _copy_in(self, place: Tensor, source: Tensor, turn: int | None) -> None:
-        """Copy from DRAM to the device; with a turn on the link, in chunks that each wait for it."""
+    def _copy_of(self, turn: int | None) -> Callable[[Tensor, Tensor], object]:
+        """The function that copies to a place on the device from a source in DRAM; with a turn on the link, in chunks
+        that each wait for it."""
         turns, chunk_bytes = self.pacing.turns, self.pacing.chunk_bytes
-        with self._issued_apart():
-            if turns is None or turn is None:
-                place.copy_(source, non_blocking=True)
-                return
-            for start in range(0, len(place), chunk_bytes):
-                with turns.hold(turn):
-                    self._copy_chunk(place[start : start + chunk_bytes], source[start : start + chunk_bytes])
+
+        def copy_in_turn(place: Tensor, source: Tensor) -> None:
+            assert turns is not None and turn is not None
+            with self._issued_apart():
+                for start in range(0, len(place), chunk_bytes):
+                    with turns.hold(turn):
+                        self._copy_chunk(place[start : start + chunk_bytes], source[start : start + chunk_bytes])
+
+        def copy_apart(place: Tensor, source: Tensor) -> None:
+            with self._issued_apart():
+                _copy(place, source)
+
+        if turns is not None and turn is not None:
+            return copy_in_turn
+        return _copy if self.all_streams.copies is None else copy_apart
 
     def _copy_chunk(self, place: Tensor, source: Tensor) -> None:
         """Copy a chunk, and wait until it is there, of a GPU all but the bytes that are under way while the turn is
@@ -121,19 +126,14 @@ class Transfers(Issuing):
         else:
             place.copy_(source, non_blocking=True)
 
-    def _fetch_activation(self, issue: Issue, box: Box) -> Handle:
-        def run() -> list[Any]:
-            rest = self.pacing.begin(issue)
-            given: Any = box.value
+    def _fetch_activation(self, issue: Issue, value: Handle) -> Handle:
+        def work(run: Run, given: Any) -> list[Any]:
             with self._alone():
                 if isinstance(given, Kept):
-                    moved: Any = given.copy_on(self.device)
-                else:
-                    moved = torch.empty_like(given, device=self.device).copy_(given, non_blocking=True)
-            rest()
-            return [moved]
+                    return [given.copy_on(self.device)]
+                return [torch.empty_like(given, device=self.device).copy_(given, non_blocking=True)]
 
-        return self._launch(issue, [box], run)[0]
+        return self._launch(issue, (value,), self._pace(issue, work))[0]
 
     def _alone(self) -> AbstractContextManager[None]:
         """If fetches have turns, let an activation come before all weights."""
@@ -151,27 +151,20 @@ class Transfers(Issuing):
 
     def offload(self, value: Handle) -> Handle:
         issue = self._next("offload")
-        box, place = value.box, issue.place
-        num_bytes = issue.place_bytes
+        place, num_bytes = issue.place, issue.place_bytes
 
-        def run() -> list[Any]:
-            rest = self.pacing.begin(issue)
-            given: Any = box.value
+        def work(run: Run, given: Any) -> list[Any]:
             if place is None:  # a result that the step returns
-                moved: Any = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda).copy_(
-                    given, non_blocking=True
-                )
-            else:
-                moved = self._copy_to_place(given, place, num_bytes, issue)
-            rest()
-            return [moved]
+                host = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda)
+                return [host.copy_(given, non_blocking=True)]
+            return [self._copy_to_place(run, given, place, num_bytes, issue)]
 
-        return self._launch(issue, [box], run)[0]
+        return self._launch(issue, (value,), self._pace(issue, work))[0]
 
-    def _copy_to_place(self, given: Any, place: int, num_bytes: int, issue: Issue) -> Any:
+    def _copy_to_place(self, run: Run, given: Any, place: int, num_bytes: int, issue: Issue) -> Any:
         """A copy of gradients, of a tensor or of what a forward kept, at its place in DRAM."""
         arena = self.state.memory.dram_arena
-        if isinstance(given, Tensor) and not self.sizes:
+        if isinstance(given, Tensor) and not run.sizes:
             own = arena.once((id(issue), place), lambda: _first_bytes(arena.range(place, num_bytes), given))
             return own.copy_(given, non_blocking=True)
         flat = arena.once((place, num_bytes), lambda: arena.range(place, num_bytes))
@@ -190,7 +183,7 @@ class Transfers(Issuing):
             tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
             return Grads(tensors, given.factor)
         if isinstance(given, Kept):
-            if self.sizes:  # which the places follow
+            if run.sizes:  # which the places follow
                 return given.copied_to(flat)
             return given.copied_into(arena.once((id(issue), place), lambda: given.places_in(flat)))
         return _first_bytes(flat, given).copy_(given, non_blocking=True)
@@ -200,50 +193,40 @@ class Transfers(Issuing):
         assert issue.place is not None
         flat = self.state.memory.dram_arena.range(issue.place, issue.place_bytes)
         if isinstance(what, Handle):
-            return self._read_activation(issue, what.box, flat)
+            return self._read_activation(issue, what, flat)
         file = self.stores[issue.stage].file
 
-        def run() -> list[Any]:
-            rest = self.pacing.begin(issue)
+        def work(run: Run) -> list[Any]:
             assert file is not None
             if what.endswith(".weights"):
                 file.read_weights(flat)
-            else:
-                file.read(flat)
-            rest()
-            return [flat if what.endswith(".weights") else file.views(flat)]
+                return [flat]
+            file.read(flat)
+            return [file.views(flat)]
 
-        return self._launch(issue, [], run)[0]
+        return self._launch(issue, (), self._pace(issue, work))[0]
 
-    def _read_activation(self, issue: Issue, box: Box, flat: Tensor) -> Handle:
-        def run() -> list[Any]:
-            rest = self.pacing.begin(issue)
-            there: StoredActivation = box.value
+    def _read_activation(self, issue: Issue, value: Handle, flat: Tensor) -> Handle:
+        def work(run: Run, there: StoredActivation) -> list[Any]:
             assert self.state.memory.ssd_arena is not None
             self.state.memory.ssd_arena.read(there.offset_bytes, flat)
-            rest()
             if isinstance(there.like, Kept):
                 return [there.like.placed_in(flat)]
             return [_first_bytes(flat, there.like)]
 
-        return self._launch(issue, [box], run)[0]
+        return self._launch(issue, (value,), self._pace(issue, work))[0]
 
     def write(self, value: Handle, *, to: str | None = None) -> Handle | None:
-        issue, box = self._next("write"), value.box
+        issue = self._next("write")
         file = None if to is None else self.stores[to.partition(".")[0]].file
 
-        def run() -> list[Any]:
-            rest = self.pacing.begin(issue)
-            given = box.value
-            if file is not None:
-                file.write(given.flat)
-                rest()
-                return []
-            there = self._write_activation(given, issue)
-            rest()
-            return [there]
+        def work(run: Run, given: Any) -> list[Any]:
+            if file is None:
+                return [self._write_activation(given, issue)]
+            file.write(given.flat)
+            return []
 
-        made = self._launch(issue, [box], run)
+        made = self._launch(issue, (value,), self._pace(issue, work))
         return made[0] if made else None
 
     def _write_activation(self, given: Any, issue: Issue) -> StoredActivation:
@@ -258,8 +241,18 @@ class Transfers(Issuing):
 
     def free(self, *values: Handle) -> None:
         self._next("free")
-        for handle in values:
-            del handle.box
+        numbers = [handle.number for handle in values]
+
+        def call(run: Run) -> None:
+            boxes = run.boxes
+            for number in numbers:
+                boxes[number] = None
+
+        self.calls.append(call)
+
+
+def _copy(place: Tensor, source: Tensor) -> None:
+    place.copy_(source, non_blocking=True)
 
 
 def _first_bytes(flat: Tensor, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from ...ir.ops import DEVICE, shared_params, split_by_sharing
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads
 from ..stage.store import StageStore
-from .issuing import Handle, Issuing
+from .issuing import Handle, Issuing, Run
 
 
 class Versions(Issuing):
@@ -19,37 +19,35 @@ class Versions(Issuing):
     their results are used and given back on that stream, too."""
 
     def _let_go(self, store: StageStore, weights: dict[str, Tensor]) -> None:
-        """A stage has run on these weights: bind its newest ones, if they are another version, since a `free` gives
-        that one's memory back. Weights that come anew for each phase have no newest ones on the device."""
-        if not self.interface.asynchronous or weights is store.weights:
-            return
-        if store.home.weights == DEVICE and store.flat_stage is None:
+        """A stage of an asynchronous step has run on these weights: bind its newest ones, if they are another version,
+        since a `free` gives that one's memory back. Weights that come anew for each phase have no newest ones on the
+        device."""
+        if weights is not store.weights and store.home.weights == DEVICE and store.flat_stage is None:
             store.runner.bind(store.weights)
 
     def stash(self, stage: str, weights: Handle) -> Handle:
         issue, store = self._next("stash"), self.stores[stage]
-        return self._launch(issue, [], lambda: [_copy_weights(store)])[0]
+        return self._launch(issue, (), lambda run: [_copy_weights(store)])[0]
 
     def predict(self, stage: str, weights: Handle, *, updates: int, shared: int = 0) -> Handle:
         issue, store, names = self._next("predict"), self.stores[stage], shared_params(self.interface, stage)
 
-        def run() -> list[Any]:
+        def work(run: Run) -> list[Any]:
             made = _copy_weights(store)
             if store.optimizer is not None:
                 extrapolate(store.optimizer, made, updates, shared, names)
             return [made]
 
-        return self._launch(issue, [], run)[0]
+        return self._launch(issue, (), work)[0]
 
     def split(self, stage: str, grads: Handle) -> tuple[Handle, ...]:
-        issue, box, names = self._next("split"), grads.box, shared_params(self.interface, stage)
-        grads.release()
+        issue, names = self._next("split"), shared_params(self.interface, stage)
 
-        def run() -> list[Any]:
-            own, others = split_by_sharing(box.value.tensors, names)
+        def work(run: Run, given: Grads) -> list[Any]:
+            own, others = split_by_sharing(given.tensors, names)
             return [Grads(own, part="own"), Grads(others, part="shared")]
 
-        return tuple(self._launch(issue, [box], run, [box, box]))
+        return self._launch(issue, (grads,), work, (grads, grads), gone=(grads,))
 
 
 def _copy_weights(store: StageStore) -> dict[str, Tensor]:

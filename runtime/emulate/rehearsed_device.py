@@ -16,7 +16,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.program import FIRST_FORM, Program, StageHome, StageSpec
 from ..device.file import DeviceFile
-from ..device.issuing import Box, Handle
+from ..device.issuing import Handle, ResultsOf, Run
 from ..device.named_streams import Streams
 from ..device.pacing import Pacing
 from ..device.prepare import Issue, Issues
@@ -102,14 +102,14 @@ class RehearsedRuntime(DeviceRuntime):
     pacing: RehearsedPacing
 
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
-        return self._launch(self._next("load"), [], lambda: [])[0]
+        return self._launch(self._next("load"), (), lambda run: [])[0]
 
     def _launch(
-        self, issue: Issue, reads: Sequence[Box], run: Callable[[], Sequence[Any]], *memory: Sequence[Box], **more: Any
-    ) -> list[Handle]:
+        self, issue: Issue, reads: Sequence[Handle | None], work: ResultsOf, *memory: Sequence[Handle], **more: Any
+    ) -> tuple[Handle, ...]:
         act = self._act_of(issue)
 
-        def no_values() -> list[Any]:
+        def no_values(run: Run, *values: Any) -> list[Any]:
             act()
             return [None] * len(issue.results)
 
@@ -168,5 +168,5 @@ class RehearsedSession(DeviceSession):
         self.state.forget_values()
         return StepResult({}, report)
 
-    def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
+    def _gradient_norm(self, run: Run) -> tuple[float | None, bool]:
         return None, False

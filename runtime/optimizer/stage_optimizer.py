@@ -99,6 +99,7 @@ class StageOptimizer:
         self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
         self.workspace = Workspace(self.device) if workspace is None else workspace
         self.waiting: deque[list[dict[str, Any]]] = deque()  # options of steps that shared parameters still lack
+        self._layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None  # of `params`, once asked for
         self._room: list[Tensor] = []  # for states that the first step makes
         self._members: list[list[str]] = [[] for _ in spec.all_groups]
         for name in self.params:
@@ -133,6 +134,10 @@ class StageOptimizer:
     def _makes_temporaries(self) -> bool:
         """Whether a call may make tensors: only fused kernels make none."""
         return self.optimizer is not None and not all(group.get("fused") for group in self.optimizer.param_groups)
+
+    @cached_property
+    def _num_elements(self) -> int:
+        return sum(p.numel() for p in self.lasting.values())
 
     @cached_property
     def _rows(self) -> dict[str, StateRow]:
@@ -172,12 +177,13 @@ class StageOptimizer:
         self._check_part(part)
         self._room = []
         given = {name: grad for name in self.params if (grad := grads.get(name)) is not None}
-        copy = preserve and not self.traits.keeps_grads
-        converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, name, factor)}
+        converted: Collection[str] = self._foreign(given)
+        if factor is not None or (preserve and not self.traits.keeps_grads):
+            converted = given.keys()
         job = _Step(given, converted, factor, weights or {}, draw)
         small = bool(converted or weights or self.rounding)
         tiled = [name for name in given if self._is_tiled(name, given[name])] if small else []
-        others = [name for name in given if name not in set(tiled)]
+        others = [name for name in given if name not in tiled] if tiled else [*given]
         with self._options_of(part):
             for names in self._portions(tiled, False) if tiled else ():
                 self._step_in_tiles(names, job)
@@ -192,18 +198,20 @@ class StageOptimizer:
         if self.rounding is not None:
             for name in names:
                 self.params[name].data = self.lasting[name].to(torch.float32)
-        self._convert(job.grads, [name for name in names if name in job.converted], job.factor)
-        for name in names:
-            if name not in job.converted:
-                self.params[name].grad = job.grads[name]
+        params, converted = self.params, job.converted
+        self._convert(job.grads, [name for name in names if name in converted] if converted else (), job.factor)
+        for name in [name for name in names if name not in converted] if converted else names:
+            params[name].grad = job.grads[name]
         self._step_these(names)
         for name in names:
-            self.params[name].grad = None
+            params[name].grad = None
+        for name in names if job.weights else ():
             if name in job.weights:
-                job.weights[name].copy_(self.params[name].detach())
-            if self.rounding is not None:
-                self.rounding.store(name, self.params[name].detach(), self.lasting[name], job.draw)
-                self.params[name].data = _empty(self.lasting[name])
+                job.weights[name].copy_(params[name].detach())
+        if self.rounding is not None:
+            for name in names:
+                self.rounding.store(name, params[name].detach(), self.lasting[name], job.draw)
+                params[name].data = _empty(self.lasting[name])
 
     def _step_in_tiles(self, names: list[str], job: _Step) -> None:
         """Step these parameters in one pass over memory: see `tiles`."""
@@ -252,10 +260,12 @@ class StageOptimizer:
         for group, options in zip(groups, now if part == "shared" else ()):
             group.update(options)
 
-    def _is_foreign(self, grad: Tensor, name: str, factor: Tensor | None) -> bool:
-        """Whether to convert a gradient: the fused kernels assume the parameter's layout."""
-        dtype, stride = self.params[name].dtype, self.lasting[name].stride()
-        return factor is not None or grad.dtype != dtype or grad.stride() != stride
+    def _foreign(self, grads: Mapping[str, Tensor]) -> set[str]:
+        """The gradients to convert in any case: the fused kernels assume the parameter's type and layout."""
+        if self._layouts is None:
+            self._layouts = {name: (p.dtype, self.lasting[name].stride()) for name, p in self.params.items()}
+        layouts = self._layouts
+        return {name for name, grad in grads.items() if (grad.dtype, grad.stride()) != layouts[name]}
 
     def _portions(self, names: list[str], small: bool) -> Iterator[list[str]]:
         """The parameters of one step in one or more calls of the torch optimizer, which makes no difference to them.
@@ -268,25 +278,29 @@ class StageOptimizer:
         if not self.traits.divisible:
             yield names
             return
-        states = self.optimizer.state
-        fresh = [name for name in names if not states.get(self.params[name])]
-        started = [name for name in names if states.get(self.params[name])] if fresh else names
+        states, params = self.optimizer.state, self.params
+        fresh = [name for name in names if not states.get(params[name])]
+        started = [name for name in names if states.get(params[name])] if fresh else names
         moving = set(names if not self.traits.in_place else fresh) if self.places else set()
         count = 0
         for together in (fresh, started):
-            single = [[name] for name in together if name in moving]
-            for portion in (*single, *self._portions_of([name for name in together if name not in moving], small)):
+            single = [[name] for name in together if name in moving] if moving else []
+            rest = [name for name in together if name not in moving] if moving else together
+            for portion in (*single, *self._portions_of(rest, small)):
                 count += 1
                 yield portion
         if not count:  # the torch optimizer is called in every step, also without any gradient
             yield []
 
     def _portions_of(self, names: list[str], small: bool) -> Iterator[list[str]]:
+        if names and (not small or self._num_elements <= self._most_elements):
+            yield names
+            return
         portion: list[str] = []
         elements = 0
         for name in names:
             numel = self.params[name].numel()
-            if small and portion and elements + numel > self._most_elements:
+            if portion and elements + numel > self._most_elements:
                 yield portion
                 portion, elements = [], 0
             portion.append(name)
@@ -314,11 +328,11 @@ class StageOptimizer:
         """Call the torch optimizer for these parameters, whose gradients are set."""
         assert self.optimizer is not None
         groups, chosen = self.optimizer.param_groups, set(names)
-        for name in names:
+        for name in names if self.places else ():
             if self._is_fresh(name):
                 self._give_birth(name)
         whole = [group["params"] for group in groups]
-        for group, members in zip(groups, self._members):
+        for group, members in zip(groups, self._members) if len(chosen) < len(self.params) else ():
             group["params"] = [self.params[name] for name in members if name in chosen]
         try:
             self.optimizer.step()
@@ -373,7 +387,7 @@ class StageOptimizer:
 
     def bind(self, places: Places, params: Mapping[str, Tensor] | None = None) -> None:
         """From now on these tensors, which hold them already, are the states, and with `params` the parameters."""
-        self.places = places
+        self.places, self._layouts = places, None
         if self.optimizer is None:
             return
         for name, param in self.params.items():

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, found_sizes
-from ..accelerator import storage_of
+from ..accelerator import storage_of, storages_of
 from ..compiled.block_trial import BlockTrial, fake_run
 from ..compiled.blocks import BACKEND, KEEPS, CompiledBlocks
 from ..compiled.chain_kernels import has_chains, make_kernels
@@ -35,6 +35,8 @@ from .saved_places import SavedPlaces, with_own_storage
 from .split_backward import Rest, input_half, weight_half
 
 NOTHING = nullcontext()
+ENTERED = False, False, ()  # of a backward: it keeps no graph, makes none, and adds up the gradients of all leaves
+REACHING = {"allow_unreachable": True, "accumulate_grad": True}
 
 
 class StageRunner:
@@ -63,6 +65,7 @@ class StageRunner:
         self.precision = Precision.of(precision)
         self.weights_move = weights_move
         self.has_sizes = any(row.dims for row in spec.inputs)  # these differ from micro-batch to micro-batch
+        self._leaves_out = None in spec.backward_inputs
         # Measured once, on the first micro-batch; where sizes differ, it is what the largest keeps.
         self.kept_bytes: int | None = spec.kept_bytes if self.has_sizes else None
         self.graphs: GraphedStage | None = None  # what runs in place of forward and backward
@@ -250,15 +253,10 @@ class StageRunner:
                 kept = self._rematerialise(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
-        taken = {storage_of(t) for t in (*inputs, *values) if t is not None}
-
-        def run() -> None:
-            if edges:
-                # What `torch.autograd.backward` does once it has looked at edges and values, which are ours.
-                engine_run_backward(
-                    tuple(edges), tuple(values), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
-
+        taken = {t.untyped_storage().data_ptr() for t in (*inputs, *values) if t is not None}
+        run: Callable[[], object] = _nothing
+        if edges:  # what `torch.autograd.backward` does once it has looked at edges and values, which are ours
+            run = partial(engine_run_backward, tuple(edges), tuple(values), *ENTERED, **REACHING)
         if places:
             with self._moving_to(grads, places):
                 self._add_up(run, grads, taken, places)
@@ -298,7 +296,8 @@ class StageRunner:
     def evaluate(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         """Evaluation mode, without gradients: all outputs, those that exist only here after the others."""
         self._set_mode(evaluating=True)
-        self._change_params()
+        if self._changes:
+            self._change_params()
         if self.spec.repeated_buffers:
             self._renew_changing()
         with self.draws.seed_draws(seed), torch.no_grad(), self.precision.autocast(self.device):
@@ -329,7 +328,7 @@ class StageRunner:
 
     def _add_up(
         self,
-        run: Callable[[], None],
+        run: Callable[[], object],
         grads: dict[str, Tensor],
         taken: set[int],
         places: Mapping[str, Tensor] | None = None,
@@ -339,7 +338,7 @@ class StageRunner:
         they stay those of the parameters, as setting each anew takes the host longer than all else of a small
         backward."""
         trained, stay = self._trained, False
-        if self._adding is not grads:
+        if self._adding is not grads and (grads or self._adding is not None):  # else no parameter has one
             for name, param in trained.items():
                 param.grad = grads.get(name)
         try:
@@ -348,8 +347,12 @@ class StageRunner:
                 if name not in grads and (grad := param.grad) is not None:
                     if places is not None:
                         grads[name] = places[name].copy_(grad)
+                        continue
+                    if (storage := grad.untyped_storage().data_ptr()) in taken or grad.stride() != param.stride():
+                        param.grad = grad = with_own_storage(_laid_out_as(param, grad), taken)
                     else:
-                        grads[name] = param.grad = with_own_storage(_laid_out_as(param, grad), taken)
+                        taken.add(storage)
+                    grads[name] = grad
             stay = more
         finally:
             self._adding = grads if stay else None
@@ -376,7 +379,8 @@ class StageRunner:
     def _rematerialise(
         self, partial: Kept | None, inputs: Sequence[Tensor | None], seed: int, weights_move: bool = False
     ) -> Kept:
-        inputs = [None if want is None else x for x, want in zip(inputs, self.spec.backward_inputs, strict=True)]
+        if self._leaves_out:
+            inputs = [None if want is None else x for x, want in zip(inputs, self.spec.backward_inputs, strict=True)]
         taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
         leaving_out = NOTHING if self.spec.again is None else recomputing(self.module, True)
         with self._spare_buffers() if self._buffers else NOTHING, leaving_out:
@@ -398,12 +402,14 @@ class StageRunner:
         """The training outputs, with None for those that are left out, and the inputs that get gradients as leaves of
         their graph. `calls` is entered around the module. `weights_move`: whether the weights may be elsewhere once
         the graph is used; None for what the runner knows."""
-        self._change_params()
-        self._set_mode(evaluating=False)
+        if self._changes:
+            self._change_params()
+        if self._evaluating:
+            self._set_mode(evaluating=False)
         given: list[Any] = []
         leaves: list[Tensor] = []
         for x, want in zip(inputs, self.spec.inputs, strict=True):
-            leaf = None if x is None else _laid_out(x, want)
+            leaf = x if x is None else _laid_out(x, want) if want.order else x.contiguous()
             if keep and want.requires_grad:
                 if leaf is None:  # its value is not needed, but its gradient is
                     leaf = torch.zeros((), dtype=getattr(torch, want.dtype), device=self.device).expand(want.shape)
@@ -426,8 +432,10 @@ class StageRunner:
             contexts.append(self.compiled.run_compiled(NOTHING))
         if keep is not torch.is_grad_enabled():
             contexts.append(torch.set_grad_enabled(keep))
-        with all_of(contexts):
-            outputs = _cast_to_plan(self.module(*given)[: len(self.spec.outputs)], self._dtypes)
+        with all_of(contexts) if contexts else NOTHING:
+            outputs = list(self.module(*given)[: len(self.spec.outputs)])
+            if self._dtypes:
+                outputs = _cast_to_plan(outputs, self._dtypes)
         if first:
             self._check_inputs(given, versions)
             self._check_bound()
@@ -440,8 +448,7 @@ class StageRunner:
 
     def _change_params(self) -> None:
         """Change the weights as the user's forward does, unseen by autograd. The second time changes nothing."""
-        if self._changes:
-            change_params(self._changes, {name: param.data for name, param in self._params.items()})
+        change_params(self._changes, {name: param.data for name, param in self._params.items()})
 
     def _renew_changing(self) -> None:
         """Let a forward change copies of the buffers, so that what an earlier micro-batch has saved stays as it was.
@@ -476,10 +483,10 @@ class StageRunner:
             self._evaluating = evaluating
 
     def _detach(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        taken, held = {storage_of(x) for x in inputs}, self._held
-        return [
-            with_own_storage(output.detach() if output.requires_grad else output, taken, held) for output in outputs
-        ]
+        taken, found = storages_of(inputs), []
+        for output in outputs:
+            found.append(with_own_storage(output.detach() if output.requires_grad else output, taken, self._held))
+        return found
 
     def _check_inputs(self, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
         for leaf, version, want in zip(leaves, versions, self.spec.inputs):
@@ -507,6 +514,10 @@ class StageRunner:
                     f"output {want.name!r} of {name} is {found[1]}{list(found[0])}, "
                     f"its interface says {want.dtype}{list(want.shape)}"
                 )
+
+
+def _nothing() -> None:
+    """The backward of a stage that no gradient enters."""
 
 
 def all_of(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

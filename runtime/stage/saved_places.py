@@ -85,7 +85,7 @@ def with_own_storage(tensor: Tensor, taken: set[int], held: Container[int] = ())
     Autograd may hand out the same memory twice (the gradients of `p.view(-1) + x.view(-1)`), and a stage may hand an
     input through: both would turn the next addition in place into a wrong result elsewhere.
     """
-    storage = storage_of(tensor)
+    storage = tensor.untyped_storage().data_ptr()
     if storage != 0 and (storage in taken or storage in held):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         storage = storage_of(tensor)

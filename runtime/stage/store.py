@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class StageStore:
         self._divided = member_params(spec)
         self._constants = dict(setup.constants)
         self.part = spec if flat_stage is None else flat_stage.part
+        self._changes = [param for param in self.part.params if param.change]
         self.runner = StageRunner(spec, module, device, setup.precision, setup.weights_move, setup.compiler)
         self.of_forms = {FIRST_FORM: self.runner}  # by the number of a micro-batch's form
         self._constants_of = {FIRST_FORM: self._constants}
@@ -220,8 +222,10 @@ class StageStore:
 
     def _change(self, staged: Staged | None) -> None:
         """Change the masters as forward has changed the weights that it ran on."""
+        if not self._changes:
+            return
         masters = staged.masters if staged is not None and staged.masters else self.masters
-        change_params(self.part.params, masters)
+        change_params(self._changes, masters)
 
     def _bind(self, staged: Staged | None) -> None:
         has_states = self.file is not None and self.file.has_states
@@ -231,10 +235,13 @@ class StageStore:
 
     def _followers(self, staged: Staged | None) -> dict[str, Tensor] | None:
         """Weights of another precision than their masters."""
-        weights = staged.weights if staged is not None and staged.weights else self.weights
-        masters = staged.masters if staged is not None and staged.masters else self.masters
-        found = {name: weights[name] for name, master in masters.items() if master is not weights[name]}
-        return found or None
+        if staged is None:
+            return self._own_followers
+        return _followers(staged.weights or self.weights, staged.masters or self.masters)
+
+    @cached_property
+    def _own_followers(self) -> dict[str, Tensor] | None:
+        return _followers(self.weights, self.masters)
 
     def _follow(self, staged: Staged | None, but: Container[str] = ()) -> None:
         masters = staged.masters if staged is not None and staged.masters else self.masters
@@ -367,6 +374,11 @@ class StageStore:
 
         own = Reads(states, lambda name: {key: piece(name, value) for key, value in states[name].items()})
         return {**optimizer, "states": own}
+
+
+def _followers(weights: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    found = {name: weights[name] for name, master in masters.items() if master is not weights[name]}
+    return found or None
 
 
 def member_params(spec: StageSpec) -> dict[str, ParamSpec]:

@@ -61,7 +61,7 @@ RACES = (
     ),
     Race(
         "a step waits for the one before", "runtime/device/issuing.py",
-        "waits += [event for i in issue.before if (event := self._before.events[i]) is not None]", "pass",
+        "after += filter(None, map(earlier.events.__getitem__, before))", "pass",
         (ALONE, PAIR),
     ),
     Race(

@@ -82,21 +82,21 @@ def test_a_step_never_waits_for_the_whole_device(make: Callable[..., Any], monke
 
 @only_on_gpu
 def test_issuing_a_step_never_waits_for_the_gpu() -> None:
-    """torch raises for every call that waits for the GPU while the step's function runs."""
+    """torch raises for every call that waits for the GPU while the step's ops are issued."""
     data = batches(count=1)
     with compile_job(model_of(), data[0], stages=2, max_grad_norm=1.0) as job:
         job.step(data[0])
-        functions: Any = session_of(job).file.functions
-        own = functions["step"]
+        bound: Any = session_of(job).bound["step"]
+        own = bound.issue
 
-        def strict(runtime: Any, batch: Any) -> Any:
+        def strict(run: Any) -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return own(runtime, batch)
+                own(run)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        functions["step"] = strict
+        bound.issue = strict
         assert float(job.step(data[0])) > 0
 
 

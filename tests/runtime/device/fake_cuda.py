@@ -253,13 +253,13 @@ def _watch_tasks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     launch = DeviceRuntime._launch
 
     def watch_over(
-        runtime: DeviceRuntime, issue: Any, reads: Any, run: Callable[[], Any], *memory: Any, **more: Any
+        runtime: DeviceRuntime, issue: Any, reads: Any, work: Callable[..., Any], *memory: Any, **more: Any
     ) -> Any:
-        def task() -> Any:
+        def watch_work(run: Any, *values: Any) -> Any:
             with _Watch(cuda, issue.where):
-                return run()
+                return work(run, *values)
 
-        return launch(runtime, issue, reads, task, *memory, **more)
+        return launch(runtime, issue, reads, watch_work, *memory, **more)
 
     monkeypatch.setattr(DeviceRuntime, "_launch", watch_over)
 
