@@ -25,7 +25,6 @@ from ..stages.stage import (
 )
 from .communicators import (
     MESSAGE_BLOCKS,
-    Communicator,
     add_communicator_waits,
     gpu_connections,
     message_communicators,
