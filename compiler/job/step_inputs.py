@@ -178,7 +178,8 @@ class StepInputs:
     ) -> dict[str, Tensor]:
         """The tensors that the devices load. `counts` and `sizes`: of every process."""
         kind = given.kind
-        return self._stage_inputs(given.leaves) | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
+        own = {name: value for name, value in given.leaves.items() if name in self.interface.batch}
+        return own | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
 
     def inputs_for(self, loaded: Collection[str]) -> list[str]:
         """The inputs of the user's batch that a process needs whose devices load these: counts are no inputs of the
@@ -225,9 +226,6 @@ class StepInputs:
     def forget(self) -> None:
         """Make the counters anew for the next batch: the devices may have other buffers."""
         self._counters.clear()
-
-    def _stage_inputs(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value for name, value in leaves.items() if name in self.interface.batch}
 
     def _count(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:
         """The counts of this process's rows, on a rank of torchrun of its lane's; None without the inputs to count.
