@@ -64,11 +64,6 @@ class _Wish:
     hardware: Hardware
 
 
-def has_many_stages(job: Job) -> bool:
-    """Whether planning a model like this once more takes too long for a look."""
-    return len(job.folder.interface.stages) > MANY_STAGES
-
-
 def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> tuple[list[Alternative], Job]:
     """The alternatives that people try next, and the plan at hand, which is another one where the passes that suit more
     DRAM are faster on the machine as it is, too. `tell` hears of each before it is planned."""

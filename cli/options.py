@@ -222,7 +222,7 @@ class JobOptions:
             "seed": self.seed,
             "weights": weights,
             **({} if self.search_seconds is None else {"search_s": self.search_seconds}),
-            "profile": self.profiling(),
+            "profile": self.profile and (self.profile_cache or True),
             "ssd_dirs": self.ssd_dir,
             "ssd_verify": self.ssd_verify,
             "kernels": self.kernels,
@@ -240,10 +240,6 @@ class JobOptions:
         named = self.named_model() if self.adapter is not None else None
         is_on_base = named is not None and bool(named.base or named.is_published_packed)
         return PRECISION if is_on_base else natural_precision(hardware)
-
-    def profiling(self) -> bool | Path:
-        """The argument `profile` of `penstock.compile`."""
-        return self.profile and (self.profile_cache or True)
 
     def optimizer_partial(self) -> Any:
         """A partial of the torch.optim class. Raises `PlanError` with close names for an unknown one."""

@@ -109,15 +109,12 @@ def profile_tables(report: ProfileReport) -> Iterator[Table]:
             table.add_column(name, overflow="fold")
         for row in rows:
             times = (row.forward_s, row.rematerialise_s, row.backward_s)
-            table.add_row(*_line(row.block, row.count, row.param_bytes, times, _roofline(row)))
+            roofline = (row.roofline_forward_s, row.roofline_backward_s)
+            table.add_row(*_line(row.block, row.count, row.param_bytes, times, roofline))
         total = [sum(r.count * getattr(r, name) for r in rows) for name in _SECONDS]
         weights = sum(r.count * r.param_bytes for r in rows)
         table.add_row(*_line("all", sum(r.count for r in rows), weights, total[:3], total[3:]))
         yield table
-
-
-def _roofline(row: ProfileRow) -> tuple[float, float]:
-    return row.roofline_forward_s, row.roofline_backward_s
 
 
 def _line(name: str, count: int, weights: int, measured: Any, roofline: Any) -> tuple[str, ...]:

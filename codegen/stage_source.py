@@ -44,7 +44,8 @@ class StageSource:
         kinds: dict[str, set[BlockClass]] = {}
         for item in items:
             if isinstance(item, BlockCall):
-                kinds.setdefault(item.path, set()).add(self._class_of(item))
+                kind = self.library.add(self.spec.name, self.module, item, self.dtypes)
+                kinds.setdefault(item.path, set()).add(kind)
         kept: list[CallOrNode] = []
         for item in items:
             if isinstance(item, BlockCall) and len(kinds[item.path]) > 1:
@@ -53,9 +54,6 @@ class StageSource:
             else:
                 kept.append(item)
         return kept
-
-    def _class_of(self, call: BlockCall) -> BlockClass:
-        return self.library.add(self.spec.name, self.module, call, self.dtypes)
 
     def _loop_names(self) -> dict[fx.Node, str]:
         """Values that a loop carries get, before the loop, too, the name that the block gives its result."""
@@ -128,8 +126,10 @@ class StageSource:
         for group in sorted(groups, key=lambda group: any(is_under(path, group[0].path) for path in paths)):
             members.blocks(group, self.library.of_call[group[0]].name)  # a block before those inside of it
             for call in group:
-                members.scopes |= {call.path} | _scopes_of(used_members(call.nodes), call.path)
-        tied = [g for g in ties(self.module, [*names, *inside]) if not any(_all_under(p, g) for p in paths)]
+                made = {owner for name in used_members(call.nodes) for owner in owners(name)}
+                members.scopes |= {call.path} | {owner for owner in made if is_under(call.path, owner)}
+        tied = ties(self.module, [*names, *inside])
+        tied = [group for group in tied if not any(all(is_under(path, name) for name in group) for path in paths)]
         members.add_all([n for n in names if n not in inside], tied)
         return members.lines
 
@@ -140,12 +140,3 @@ def _same_class(calls: list[BlockCall], library: BlockLibrary) -> list[list[Bloc
     for call in calls:
         groups.setdefault((library.of_call[call], call.path.rpartition(".")[0]), {}).setdefault(call.path, call)
     return [list(group.values()) for group in groups.values()]
-
-
-def _scopes_of(names: list[str], path: str) -> set[str]:
-    """Owners that the constructor of the block at this path makes."""
-    return {owner for name in names for owner in owners(name) if is_under(path, owner)}
-
-
-def _all_under(path: str, names: list[str]) -> bool:
-    return all(is_under(path, name) for name in names)

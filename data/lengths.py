@@ -29,7 +29,9 @@ class Lengths:
     def fit(self, example: Example, where: str) -> Example | None:
         """The example within the limit, or None for one that is left out."""
         self.num_rows += 1
-        limits = {name: self._limit(name) for name, value in example.items() if isinstance(value, list)}
+        limits = {name: self.limit for name, value in example.items() if isinstance(value, list)}
+        if "labels" in limits and self.targets is not None:
+            limits["labels"] = self.targets
         over = max(len(example[name]) - limit for name, limit in limits.items())
         if over > 0:
             self.num_long += 1
@@ -51,9 +53,6 @@ class Lengths:
             self.num_unlearned += 1
             return None
         return example
-
-    def _limit(self, name: str) -> int:
-        return self.targets if name == "labels" and self.targets is not None else self.limit
 
     def _cut(self, value: list[int], limit: int) -> list[int]:
         if len(value) <= limit:

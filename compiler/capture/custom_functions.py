@@ -90,8 +90,8 @@ def _forward_by_apply(cls: Any, with_grad: bool) -> Callable[..., Any]:
     """The forward of a class that calls its `apply`. The `apply` that asked for it has switched gradients off."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not _is_apart(cls):
-            args = args[1:]  # the context
+        if cls.setup_context is torch.autograd.Function.setup_context:
+            args = args[1:]  # the context, which else a function of its own fills
         _switch(with_grad)
         try:
             result = cls.apply(*args, **kwargs)
@@ -106,11 +106,6 @@ def _forward_by_apply(cls: Any, with_grad: bool) -> Callable[..., Any]:
         return result
 
     return forward
-
-
-def _is_apart(cls: Any) -> bool:
-    """Whether the class fills its context in a function of its own, so that forward takes none."""
-    return cls.setup_context is not torch.autograd.Function.setup_context
 
 
 def _switch(enabled: bool) -> None:

@@ -306,10 +306,7 @@ def _describe(value: Any) -> str:
 def _no_loss(model: nn.Module, found: dict[str, torch.Tensor], inputs: TraceInputs) -> str:
     names = ", ".join(f"{name} ({_describe(value)})" for name, value in found.items()) or "no tensor at all"
     message = f"{type(model).__name__} gave no loss to train on; its outputs are: {names}."
-    if "labels" in inspect.signature(model.forward).parameters and not _has(inputs.batch, "labels"):
+    given = inputs.batch.get("labels") if isinstance(inputs.batch, Mapping) else None
+    if "labels" in inspect.signature(model.forward).parameters and given is None:
         return f'{message} Add "labels" to the batch, so that the model computes its loss, or pass loss_fn.'
     return f"{message} Return a scalar loss (as the output, output.loss or output['loss']), or pass loss_fn."
-
-
-def _has(batch: Any, name: str) -> bool:
-    return isinstance(batch, Mapping) and batch.get(name) is not None

@@ -38,7 +38,7 @@ def changes_of(graph: OpGraph) -> dict[str, ParamChange]:
             writes.setdefault(ties.get(name, name), []).append(node)
     for name, nodes in writes.items():
         where, readers = nodes[0].meta["source"], list(_readers(graph, name, ties))
-        own = _makers(nodes)
+        own = closure(nodes, lambda node: node.all_input_nodes)
         early = [n for n in readers if n < nodes[-1] and not _serves(n, own)]
         if all(map(_renorms, nodes)) and len(nodes) == len(readers) == 1:
             found[name] = ParamChange(where)
@@ -47,11 +47,6 @@ def changes_of(graph: OpGraph) -> dict[str, ParamChange]:
             raise CaptureError(f"{where}\n  forward changes {name} in place after it has been used: {_REMEDY}")
         found[name] = ParamChange(where, _calls(graph, name, nodes))
     return found
-
-
-def _makers(nodes: list[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are made of."""
-    return closure(nodes, lambda node: node.all_input_nodes)
 
 
 def _serves(reader: fx.Node, own: set[fx.Node]) -> bool:

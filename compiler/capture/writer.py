@@ -177,7 +177,7 @@ class GraphWriter:
 
     def _constant(self, tensor: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
         """A tensor that is no input, parameter or buffer: kept with the graph under a name of its own."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_wrapped(tensor):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or is_functorch_wrapped_tensor(tensor):
             raise CaptureError(f"{self.lines.where()}\n  uses a tensor that was made where the recorder cannot see")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
@@ -234,11 +234,6 @@ class GraphWriter:
         self.bind(node, fake)
         if self.rows is not None:
             self.rows.follows.add(node)
-
-
-def _is_wrapped(tensor: torch.Tensor) -> bool:
-    """Inside vmap, grad and other function transforms, tensors are wrappers that mean nothing outside."""
-    return is_functorch_wrapped_tensor(tensor)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

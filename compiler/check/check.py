@@ -135,7 +135,9 @@ def _run_plan(job: Job, batches: Sequence[Any]) -> _Run:
         probe.close()
     try:
         losses = [float(job.step(batch)) for batch in batches]
-        return _Run(losses, gradients, {}, _trained_params(job.state_dict(), job.model))
+        state, params = job.state_dict(), job.model.named_parameters()
+        trained = {n: state[n].float().clone() for n, p in params if p.requires_grad and n in state}
+        return _Run(losses, gradients, {}, trained)
     finally:
         job.close()
         unmark(job.model)  # it is compared as it was before training
@@ -179,10 +181,6 @@ def _momenta(job: Job) -> Iterator[tuple[str, Tensor]]:
                 found[name] = tensor.float()
         for name, tensor in parts.add(job.folder.interface.stages[stage].params, found).items():
             yield ties.get(name, name), tensor
-
-
-def _trained_params(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    return {n: state[n].float().clone() for n, p in model.named_parameters() if p.requires_grad and n in state}
 
 
 def _run_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any], micro_batches: int) -> _Run:

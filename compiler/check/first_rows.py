@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ...graph.layers import is_inside
 from ...graph.loss_terms import NUM_ITEMS
 from ...graph.opgraph import OpGraph, build_module, is_check, value_tensors
 from ...ir.errors import BatchError, CaptureError
@@ -270,7 +271,7 @@ class _Comparison:
         self._side(held, proxies, lambda batch: self._graph_outputs(batch, computed))
         for path, values in returned.items():
             for node, result in computed:
-                if _is_in(path, node) and not all(_is_in(path, user) for user in node.users):
+                if is_inside(path, node) and not all(is_inside(path, user) for user in node.users):
                     alike = [value for value in values if value.shape == result.shape]
                     if alike and not any(_close([(value, result)], MODULE_LIMIT) for value in alike):
                         return path
@@ -322,11 +323,6 @@ class _Watched(Seeded):
         if self.seen is not None and n.op != "output" and (not self.names or n.name in self.names):
             self.seen += [(n, t.detach().clone()) for t in value_tensors(value)]
         return value
-
-
-def _is_in(path: str, node: fx.Node) -> bool:
-    """Whether the module of this path computes a node."""
-    return f"{node.meta.get('module_path', '')}.".startswith(f"{path}.")
 
 
 def _close(pairs: list[tuple[Tensor, Tensor]], limit: float) -> bool:

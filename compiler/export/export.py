@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from .gguf_file import library, require_known, require_type, write_gguf
 GGUF_FILE = "model.gguf"
 ADAPTER_CONFIG = "adapter_config.json"
 VLLM_RANK = 16  # of LoRA, without --max-lora-rank
+RANKS_OF_VLLM = (8, 16, 32, 64, 128, 256, 320, 512)  # that it takes
 COPIED = (*TOKENIZER_FILES, *SETTINGS, "generation_config.json")  # from the base, where the directory lacks them
 
 
@@ -80,13 +80,10 @@ def _commands_of_adapter(directory: Path, base: Path | None) -> tuple[str, ...]:
     if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("modules_to_save"):
         return ("merge it first, as vLLM and llama.cpp serve adapters of plain LoRA alone",)
     rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
-    more = f" --max-lora-rank {_rank_of_vllm(rank)}" if rank > VLLM_RANK else ""
+    most = next((each for each in RANKS_OF_VLLM if each >= rank), rank)
+    more = f" --max-lora-rank {most}" if rank > VLLM_RANK else ""
     return (
         f"vllm serve {model} --enable-lora{more} --lora-modules {directory.name}={directory}",
         f"python convert_lora_to_gguf.py {directory} --base {model} --outfile {directory}/adapter.gguf  # of llama.cpp",
         f"llama-server -m BASE.gguf --lora {directory}/adapter.gguf",
     )
-
-
-def _rank_of_vllm(rank: int, known: Sequence[int] = (8, 16, 32, 64, 128, 256, 320, 512)) -> int:
-    return next((each for each in known if each >= rank), rank)

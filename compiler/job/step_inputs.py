@@ -186,7 +186,8 @@ class StepInputs:
         kind, leaves = given.kind, given.leaves
         if self.forms is not None and given.forms:
             leaves = self.forms.load(given.forms, given.parts)
-        return self._stage_inputs(leaves) | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
+        own = {name: value for name, value in leaves.items() if name in self.interface.batch}
+        return own | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
 
     def inputs_for(self, loaded: Collection[str]) -> list[str]:
         """The inputs of the user's batch that a process needs whose devices load these: counts are no inputs of the
@@ -235,9 +236,6 @@ class StepInputs:
         """Make the counters anew for the next batch: the devices may have other buffers."""
         self._counters.clear()
         self._buffers = None
-
-    def _stage_inputs(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value for name, value in leaves.items() if name in self.interface.batch}
 
     def _count(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:
         """The counts of this process's rows, on a rank of torchrun of its lane's; None without the inputs to count.

@@ -374,7 +374,10 @@ def _smallest_of(sweep: Sweep, count: int, is_large: bool) -> Iterator[Candidate
     if sweep.wishes.asked is not None:
         yield sweep.wishes.asked
         return
-    for base in _smallest(sweep.bases()):
+    # The bases that need the least memory: those with tiles, and the last two, which have all that is large in parts;
+    # of machines without SSDs one of these keeps activations on the device, the other moves them.
+    bases = sweep.bases()
+    for base in dict.fromkeys([*(base for base in bases if TILES in base.graph_passes), *bases[-2:]]):
         if sweep.best is not None:
             break
         lane = sweep.compiler(count).lane(base)
@@ -386,12 +389,6 @@ def _smallest_of(sweep: Sweep, count: int, is_large: bool) -> Iterator[Candidate
             yield found[-1]
     if sweep.best is None and not is_large:
         yield Candidate.parse("ftpipe", sweep.hardware.num_devices)
-
-
-def _smallest(bases: Sequence[Candidate]) -> list[Candidate]:
-    """The bases that need the least memory: those with tiles, and the last two, which have all that is large in parts;
-    of machines without SSDs one of these keeps activations on the device, the other moves them."""
-    return list(dict.fromkeys([*(base for base in bases if TILES in base.graph_passes), *bases[-2:]]))
 
 
 def _drop_divisions(base: Candidate, tables: bool) -> Candidate:

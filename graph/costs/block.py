@@ -97,6 +97,7 @@ def measure(
         for meter in filter(None, (forward, backward, light, again, unread, unpacked_forward, unpacked_backward)):
             meter.peak_bytes += max(0, meter.largest_bytes - gaps_bytes)
     recurrent = any(_is_recurrent(graph, node) for node in block.nodes)
+    tiles = {i for i, node in enumerate(block.nodes) if mark_of(node) is not None}  # whose calls are of one tile each
     return BlockCost(
         forward_flops=forward.flops,
         backward_flops=backward.flops,
@@ -113,7 +114,7 @@ def measure(
         launches=forward.launches,
         again=None if again is None else _again_cost(again),
         unread=None if unread is None else _again_cost(unread),
-        calls=None if recurrent else _costly_calls(forward.costly, light.costly, _tile_nodes(block)),
+        calls=None if recurrent else _costly_calls(forward.costly, light.costly, tiles),
         unpacked=None
         if unpacked_forward is None or unpacked_backward is None or unpacked_bytes == kept
         else UnpackedCost(
@@ -143,11 +144,6 @@ def _is_recurrent(graph: OpGraph, node: fx.Node) -> bool:
     if node.op == "call_module":
         return isinstance(graph.module.get_submodule(str(node.target)), torch.nn.RNNBase)
     return node.target in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-
-
-def _tile_nodes(block: Block) -> set[int]:
-    """The numbers of the nodes whose calls are of one tile of tokens each."""
-    return {i for i, node in enumerate(block.nodes) if mark_of(node) is not None}
 
 
 def _costly_calls(

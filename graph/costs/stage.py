@@ -114,7 +114,8 @@ def stage_costs(
     """
     inputs = [*inputs]
     lives = _Lives(blocks, storages(inputs), storages(outputs), trained)
-    absent = storages(without).keys() | (storages(unread).keys() - storages(_read_by(unread)).keys())
+    read = {arg for node in unread for arg in node.all_input_nodes if arg not in unread}
+    absent = storages(without).keys() | (storages(unread).keys() - storages(read).keys())
     again = [_again(block, without, unread) for block in blocks]
     peaks = _find_peaks(blocks, lives, [cost.peak_bytes for cost in again], absent, cast_out)
     out_bytes = _bytes(outputs) + cast_out.narrow - cast_out.wide
@@ -169,11 +170,6 @@ def _unpacked_block(block: Block) -> Block:
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:
     return sum(t.numel() * t.element_size() for n in nodes for t in value_tensors(n.meta.get("val")))
-
-
-def _read_by(nodes: Set[fx.Node]) -> set[fx.Node]:
-    """The other nodes that these nodes read."""
-    return {arg for node in nodes for arg in node.all_input_nodes if arg not in nodes}
 
 
 def _again(block: Block, without: Set[fx.Node], unread: Set[fx.Node]) -> AgainCost:

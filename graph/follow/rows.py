@@ -114,14 +114,11 @@ def _repeated_updates(graph: OpGraph, trail: Trail) -> dict[str, Hashable]:
             writers.setdefault(name, []).append(node)
     for name, written in writers.items():
         nodes = flow.sort_nodes(flow.ancestors(written))
-        if trail.by_rows.isdisjoint(written) and not any(n.meta.get("random") or _enters(n) for n in nodes):
+        entering = [t for n in nodes if n.op == "placeholder" for t in value_tensors(n.meta["val"]) if t.dim()]
+        if trail.by_rows.isdisjoint(written) and not entering and not any(n.meta.get("random") for n in nodes):
             constants = tuple(id(graph.constants[str(n.target)]) for n in nodes if n.target in graph.constants)
             found[name] = structural_hash(graph, "", tuple(nodes), []), constants
     return found
-
-
-def _enters(node: fx.Node) -> bool:
-    return node.op == "placeholder" and any(tensor.dim() for tensor in value_tensors(node.meta["val"]))
 
 
 def _facts(graph: OpGraph, trail: Trail, repeated: Set[str] = frozenset()) -> RowFacts:

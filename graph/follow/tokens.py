@@ -117,8 +117,8 @@ class _TokenFollower(Follower):
         return Free(varies=whole(range(tensor.dim())))
 
     def settle(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
-        operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta["val"]) if self._has_tokens(t)]
         made_of = node.all_input_nodes
+        operands = [t for n in made_of for t in value_tensors(n.meta["val"]) if isinstance(self.state(t), ByRow)]
         is_parameter = node.op == "get_attr" and str(node.target) in self.parameters
         if is_parameter or (made_of and self.weights.issuperset(made_of)):
             self.weights.add(node)
@@ -174,9 +174,6 @@ class _TokenFollower(Follower):
         self.facts.work[node] = TokenWork.SORTED
         self.facts.places[node] = tuple(p if own else None for p, own in zip(places, in_order))
         self.facts.sorted_places[node] = tuple(None if own else p for p, own in zip(places, in_order))
-
-    def _has_tokens(self, tensor: torch.Tensor) -> bool:
-        return isinstance(self.state(tensor), ByRow)
 
     def _anew(self, node: fx.Node, tensor: torch.Tensor, state: RowState, operands: Sequence[torch.Tensor]) -> RowState:
         """The state of a result with which following begins anew."""

@@ -76,7 +76,7 @@ class _Rewrite:
         if not (self._is_countable(target) and self.view.is_known(targets.weight)):
             return LossTerm(kind="uncounted", source=source, counts=words)
         key = ("targets", target, targets.ignored, targets.weight)
-        item = self._item(key, node, True, lambda: self._totals_of(targets))
+        item = self._item(key, node, True, lambda: (None, {target: self._total(Total(targets))}))
         total = self._sum_loss(node, found, targets.weight)
         self._replace(node, self._divide(node, total, item))
         return LossTerm(kind="counted", source=source, counts=words, input=_input_of(item), of_targets=True)
@@ -95,9 +95,6 @@ class _Rewrite:
         made = GraphEdit(self.graph, node).put("get_attr", found.weight, (), value)
         self.view.shared.add(made)
         return made
-
-    def _totals_of(self, targets: Targets) -> tuple[None, dict[fx.Node, int]]:
-        return None, {targets.node: self._total(Total(targets))}
 
     def _sum_loss(self, node: fx.Node, found: ClassLoss, weight: fx.Node | None) -> fx.Node:
         """The sum in place of the mean. A sum in half precision could overflow: it is made in fp32 of single losses."""

@@ -261,15 +261,12 @@ def scatter(call: RowCall) -> RowState:
     if isinstance(parts[0][0], ByRow) and parts[0][0].dim == dim:
         return nonlinear(call, *(s for s, _ in parts)) or call.mix(Kind.REORDERED)
     wide = [(_open(state, dim), call["index"].shape) for state, _ in parts]
-    return _full(combine(call, wide, call["index"].shape), parts)
+    found = combine(call, wide, call["index"].shape)
+    return Free(varies=whole(range(value.dim()))) if isinstance(found, Free) else found
 
 
 def _open(state: RowState, dim: int) -> RowState:
     return _drop_dim(state, dim) if isinstance(state, Free) else state
-
-
-def _full(found: RowState, parts: Sequence[Operand]) -> RowState:
-    return Free(varies=whole(range(len(parts[0][1])))) if isinstance(found, Free) else found
 
 
 def compact(call: RowCall) -> RowState | list[RowState]:

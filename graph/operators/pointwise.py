@@ -47,7 +47,7 @@ def together(call: RowCall, parts: Sequence[Operand], shape: Sequence[int]) -> R
     if any((row.dim, row.inner, row.order) != (first.dim, first.inner, first.order) for row in rows):
         return call.mix(Kind.PAIRS)
     steps = {free.counts[1] for free in frees if free.counts and free.counts[0] == first.dim}
-    if steps and call.name in ("add", "sub") and not call.result_is_float():
+    if steps and call.name in ("add", "sub") and not call.results()[0].is_floating_point():
         return replace(first, step=steps.pop())
     if call.rows == 1 and any(free.counts and free.counts[0] == first.dim for free in frees):
         return call.unclear()

@@ -76,9 +76,6 @@ class OperatorCall:
     def results(self) -> list[torch.Tensor]:
         return list(value_tensors(self.out))
 
-    def result_is_float(self) -> bool:
-        return self.results()[0].is_floating_point()
-
 
 class RowCall(OperatorCall):
     """A call, and the states of its tensors."""
@@ -194,12 +191,9 @@ def plain(state: RowState) -> RowState:
     """The state after an operation that is not linear but keeps each element's row."""
     if isinstance(state, ByRow):
         return replace(state, scale=Scale(), step=0)
-    return Free(varies=state.varies, scale=nonlinear_scale(state.scale)) if isinstance(state, Free) else state
-
-
-def nonlinear_scale(scale: Scale) -> Scale:
-    """The scale of something that is not linear in a value of this scale: none that could be told."""
-    return Scale(unsure=scale != Scale())
+    if isinstance(state, Free):
+        return Free(varies=state.varies, scale=Scale(unsure=state.scale != Scale()))
+    return state
 
 
 def constants(call: RowCall) -> list[RowState]:

@@ -81,7 +81,9 @@ def extreme(call: RowCall) -> RowState:
 def normalise(call: RowCall) -> RowState:
     """The same dimensions; each element depends on all others along one of them."""
     if call.name == "_weight_norm_interface":
-        return Free(varies=whole(range(call["v"].dim()))) if _all_free(call) else call.mix(Kind.UNKNOWN)
+        if all(isinstance(call.tensor_state(tensor), Free) for tensor in call.tensors()):
+            return Free(varies=whole(range(call["v"].dim())))
+        return call.mix(Kind.UNKNOWN)
     return reduce_along(call, "self", dims_of(call["dim"], call["self"]), keep=True)
 
 
@@ -95,10 +97,6 @@ def renormalise(call: RowCall) -> RowState:
 def draw_classes(call: RowCall) -> RowState:
     """Numbers drawn by probabilities along the last dimension."""
     return reduce_along(call, "self", {call["self"].dim() - 1}, keep=True)
-
-
-def _all_free(call: RowCall) -> bool:
-    return all(isinstance(call.tensor_state(tensor), Free) for tensor in call.tensors())
 
 
 def reduce_along(call: RowCall, name: str, dims: set[int], keep: bool, linear: bool = False) -> RowState:

@@ -153,7 +153,9 @@ class _AtSizes:
         """A value of the traced graph with plain numbers for sizes."""
         if isinstance(value, torch.SymInt | torch.SymFloat):
             return self.number(value)
-        if not isinstance(value, FakeTensor) or not _is_symbolic(value):
+        if not isinstance(value, FakeTensor):
+            return value
+        if not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
             return value
         if id(value) not in self.fakes:
             shape, stride = ([int(self.number(n)) for n in ns] for ns in (value.shape, value.stride()))
@@ -162,10 +164,6 @@ class _AtSizes:
             self.fakes[id(value)] = made.requires_grad_(value.requires_grad) if value.requires_grad else made
             self.alive.append(value)
         return self.fakes[id(value)]
-
-
-def _is_symbolic(tensor: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
 
 
 def sized_inputs(inputs: list[fx.Node]) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from ...ir.program import RowPart
 from ...runtime.functions import (
@@ -34,7 +34,10 @@ from .tables import OF_PARTS, OF_SUM, Head, Lookup, TokenTable, loss_arguments
 def split_table(graph: OpGraph, table: TokenTable, rows: Sequence[int]) -> None:
     """Make the parts of a table and of the biases of its heads, and let all that reads it read them."""
     parameters = graph.parameters()
-    parts = {name: _make_parts(graph, name, parameters[name], rows) for name in (table.name, *table.biases)}
+    parts = {
+        name: [add_part(graph, name, parameters[name], begin, end) for begin, end in pairwise(rows)]
+        for name in (table.name, *table.biases)
+    }
     for lookup in table.lookups:
         _Reader(graph, table, parts, lookup.node).look_up(lookup)
     for head in table.heads:
@@ -46,11 +49,6 @@ def split_table(graph: OpGraph, table: TokenTable, rows: Sequence[int]) -> None:
         else:
             reader.multiply(head)
     erase_dead(graph)
-
-
-def _make_parts(graph: OpGraph, name: str, value: nn.Parameter, rows: Sequence[int]) -> list[str]:
-    """The names of the new parts of a parameter."""
-    return [add_part(graph, name, value, begin, end) for begin, end in pairwise(rows)]
 
 
 def drop_outputs(graph: OpGraph, logits: fx.Node) -> None:

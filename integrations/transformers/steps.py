@@ -168,7 +168,7 @@ class StepsByJob(Host):
             self.job, self._broadcast = self._begin_job(batch)
             self._watch = StragglerWatch(self.job, self._total_steps)
         assert self._broadcast is not None and self._watch is not None and self._options is not None
-        self._set_options(self.job, self._options.take())
+        set_options(self.job, self._optimizer.numbers, self._options.take())  # what callbacks and schedules have set
         loss = self._take_step(self.job, self._fill(batch))
         self._options.step()
         self._broadcast.stepped(tokens)
@@ -181,10 +181,6 @@ class StepsByJob(Host):
         if not overrides(self, "_prepare_inputs"):
             return inputs
         return {key: v.cpu() if isinstance(v, Tensor) else v for key, v in self._prepare_inputs(inputs).items()}
-
-    def _set_options(self, job: Job, found: Sequence[tuple[int, str, Any]]) -> None:
-        """Set what callbacks, or schedules of the script, have set in the Trainer's optimizer on the devices."""
-        set_options(job, self._optimizer.numbers, found)
 
     def _tell(self, offer: Offer) -> None:
         """Log what another plan would gain, leave it in the output directory, and say what takes it."""
@@ -370,7 +366,8 @@ class StepsByJob(Host):
         outputs = {name: value for name, value in outputs.items() if name not in ignore_keys}
         logits = tuple(self._own_rows(value, own, batch, whole).to(self.args.device) for value in outputs.values())
         labels = tuple(own[name].to(self.args.device) for name in self.label_names if name in own)
-        return loss, logits[0] if len(logits) == 1 else logits, _one_or_all(labels)
+        one_or_all = labels[0] if len(labels) == 1 else labels or None  # as a Trainer hands them over
+        return loss, logits[0] if len(logits) == 1 else logits, one_or_all
 
     def _own_rows(self, value: Tensor, own: Any, batch: Any, whole: Any) -> Tensor:
         """This process's part of an output of a batch, which may have several entries for each row."""
@@ -420,8 +417,3 @@ class StepsByJob(Host):
 def _pad_rows(value: Tensor, missing: int) -> Tensor:
     """With more rows, which a Trainer drops when it has those of all ranks."""
     return torch.cat([value, value[-1:].expand(missing, *value.shape[1:])])
-
-
-def _one_or_all(values: tuple[Tensor, ...]) -> Any:
-    """As a Trainer hands over labels: nothing, the one, or all."""
-    return None if not values else values[0] if len(values) == 1 else values

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 from .. import ops
@@ -27,13 +26,12 @@ from .program import Program, infer_all
 from .shares import first_micro_batches
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 # Names of links that hold the number of a host or a rack, and of a root complex or a disk: rc0.1.up, nic0.down,
 # rack0.up, ssd0.read.
 NUMBERED = re.compile(r"(?P<kind>rc|nic|ssd|ssdbus|host|rack)(?P<host>\d+)(?:\.(?P<complex>\d+))?(?P<rest>\..+)")
 WRITTEN_OUT = 16  # devices
-DIMENSIONS = ("replica", "shard", "pipeline")  # of the layout of devices
 COPIES = "copies"  # with a stage's name: the devices that run it in turn
 WORLD = "world"  # all devices that have a part of one copy of the weights
 GroupRow = tuple[int, str, str]
@@ -156,32 +154,6 @@ def holders(interface: Interface, device: int) -> int:
     """The number of devices of a copy of the weights that have the same gradient of a parameter that is no part: the
     members of a team that divides parameters."""
     return len(team_of(interface, device)) if interface.divided else 1
-
-
-def device_mesh(interface: Interface, device: int = 0, kind: str = "cpu") -> DeviceMesh:
-    """torch's view of the layout, as `device` of the machine sees it: dimensions "replica", "shard" and "pipeline". The
-    members of `ops.MESH_GROUPS` are its rows. No process group is made, not even the default one: a `PeerLink` makes
-    those that the plan needs.
-
-    With teams there is a dimension "team", in place of "shard" where the same lanes share stages or none do; else the
-    larger groups are made of the smaller ones, and come before them, or "shard" goes across teams."""
-    from torch.distributed.device_mesh import DeviceMesh  # imported here, because planning does not need it
-
-    lanes = interface.lanes or (tuple(range(interface.num_devices)),)
-    rows, shards, team = torch.tensor(lanes), interface.shards, interface.team
-    names: tuple[str, ...] = DIMENSIONS
-    if team == 1:
-        rows = rows.view(-1, shards, interface.num_devices)
-    elif interface.divided and shards > 1:
-        rows = rows.view(-1, shards, team, interface.num_devices)
-        names = ("replica", "shard", "team", "pipeline")
-    elif shards in (1, team):
-        rows, names = rows.view(-1, team, interface.num_devices), ("replica", "team", "pipeline")
-    else:
-        most, least = max(shards, team), min(shards, team)
-        rows = rows.view(-1, most // least, least, interface.num_devices)
-        names = ("replica", *(("shard", "team") if shards > team else ("team", "shard")), "pipeline")
-    return DeviceMesh(kind, rows, mesh_dim_names=names, _init_backend=False, _rank=device)
 
 
 def place_of(interface: Interface, device: int) -> tuple[int, int]:

@@ -109,7 +109,7 @@ def check_coverage(case: Case) -> None:
                 continue
             stage, micro_batch, number = str(node.args[0]), micro_batch_of(node), numbers[program.device]
             home = homes.setdefault(stage, (program, node))[0]
-            if home is not program and not _has_joint_groups(interface, stage, home.device, program.device):
+            if home is not program and program.device not in _reach(interface, stage, home.device, interface.groups):
                 fail(program, node, f"{stage} runs on device {home.device} already, and no group joins the two")
             if done.get((ops.FORWARD, stage, micro_batch, number), (program, node))[0] is not program:
                 fail(program, node, f"forward of {stage}, micro-batch {micro_batch} runs on another device")
@@ -136,11 +136,6 @@ def _operand_names(function: str, spec: StageSpec) -> tuple[str, ...]:
     if function == "evaluate":
         return ops.evaluate.parts
     return (*ops.forward.parts, *(ops.backward.parts if _has_gradients(spec) else ()))
-
-
-def _has_joint_groups(interface: Interface, stage: str, first: int, second: int) -> bool:
-    """Whether groups that hold the whole stage join both devices."""
-    return second in _reach(interface, stage, first, interface.groups)
 
 
 def _reach(interface: Interface, stage: str, first: int, groups: Collection[str]) -> set[int]:

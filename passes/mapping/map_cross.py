@@ -56,14 +56,6 @@ def cross_order(hardware: Hardware, num_stages: int, deadline_s: float = DEADLIN
     return [place[p] for p in range(hardware.num_devices)]
 
 
-def contention(hardware: Hardware, devices: Sequence[int]) -> float:
-    """The contention (eq. 13) of stages on these devices."""
-    homes = complexes(hardware)
-    shared = Counter(homes)
-    placed = [homes[device] for device in devices]
-    return sum(shared[a] / (j - i) for j, a in enumerate(placed) for i in range(j) if placed[i] == a)
-
-
 def complexes(hardware: Hardware) -> list[Complex]:
     """The root complex of each device."""
     return [(device.host, device.root_complex) for device in hardware.devices]

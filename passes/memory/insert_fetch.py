@@ -79,7 +79,9 @@ class InsertFetch(Pass):
     def variants(cls, best: PlanSoFar) -> Sequence[Pass | None]:
         """Without a queue of fetches, if there is one: the passes after it may lose what it gains."""
         own = best.find(cls)
-        return [replace(own, queue=False)] if own is not None and is_queued(best.decisions.get("fetch", {})) else []
+        early = best.decisions.get("fetch", {}).values()
+        is_queued = any(kind + AHEAD in kinds for kinds in early for kind in KINDS)
+        return [replace(own, queue=False)] if own is not None and is_queued else []
 
     def plan(self, draft: Draft) -> Early:
         """Per swapped stage its phases ("forward", "backward") with early fetches, and the parameters these bring; and
@@ -195,11 +197,6 @@ def look_ahead(
         kinds, kind = early[order[i].stage], order[i].kind
         kinds[kind] = min(chosen.get(i, 0), kinds.get(kind, chosen.get(i, 0)))
     return {stage: {kind: count for kind, count in kinds.items() if count} for stage, kinds in early.items()}
-
-
-def is_queued(decision: Early) -> bool:
-    """Whether a fetch comes more than one phase ahead."""
-    return any(kind + AHEAD in kinds for kinds in decision.values() for kind in KINDS)
 
 
 def fetches_of(order: Sequence[Phase], early: Early) -> Fetches:

@@ -170,7 +170,8 @@ class _Mover:
         """Whether autograd may hold a value: a stage that keeps everything made it or reads it."""
         readers = {str(user.args[0]) for user in value.users if user in self.turn_of}
         producer = producer_of(value)
-        makers = {str(producer.args[0])} if producer.target is ops.forward and _is_tensor(value) else set()
+        is_output = producer.target is ops.forward and value.meta["type"].kind == "tensor"
+        makers = {str(producer.args[0])} if is_output else set()
         return bool((readers | makers) & self.whole)
 
     def pays(self, way: _Way) -> bool:
@@ -216,7 +217,3 @@ class _Mover:
         node.name = name
         infer(self.program, node)
         return node
-
-
-def _is_tensor(value: fx.Node) -> bool:
-    return bool(value.meta["type"].kind == "tensor")

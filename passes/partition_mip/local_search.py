@@ -91,13 +91,11 @@ class Turns:
         share, number = self.saved[self.lateness(count)]
         return self.best[count][0] * (1 - HOPE * share / number)
 
-    def worth_s(self, count: int) -> float:
-        return self.best[count][0] * (1 + DEARER * count)
-
     def next(self) -> int:
         """The number of stages that may become the fastest; or the fastest one without a turn, for half of the time; 0
         where no turn is worth while."""
-        new = min((c for c in self.best if not self.taken[c]), key=self.worth_s, default=0)
+        untaken = [c for c in self.best if not self.taken[c]]
+        new = min(untaken, key=lambda count: self.best[count][0] * (1 + DEARER * count), default=0)
         again = min((c for c in self.best if 0 < self.taken[c] < MOST_TURNS), key=self.hoped_s, default=0)
         if again and self.hoped_s(again) > min(self.best.values())[0] * (1 - HOPELESS):
             again = 0

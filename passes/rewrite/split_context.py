@@ -205,7 +205,7 @@ class _Splitter:
             elif node not in self.parts:
                 self._take(node)
         self._outputs()
-        self._remove_unused()
+        erase_dead(self.graph, [node for node in self.graph.nodes if node not in self.used])
         self.graph.team, self.graph.apart = self.team, True
         self.graph.graph.lint()
         return self.calls
@@ -235,7 +235,7 @@ class _Splitter:
             self.parts[node] = Has.PART
         elif self.facts.work.get(node) is TokenWork.SORTED:
             self._set_local_order(node)
-        elif self.facts.is_token_wise(node) and self._has_places(node):
+        elif self.facts.is_token_wise(node) and None not in self.facts.places[node]:
             self._local(node)
         elif node.target is evaluation_logits:
             self._evaluation_logits(node)
@@ -267,9 +267,6 @@ class _Splitter:
 
     def _place(self, node: fx.Node) -> TokenPlace | None:
         return self.facts.place(node)
-
-    def _has_places(self, node: fx.Node) -> bool:
-        return all(place is not None for place in self.facts.places[node])
 
     def _local(self, node: fx.Node) -> None:
         """A node that works token by token, on the member's tokens."""
@@ -500,7 +497,3 @@ class _Splitter:
             self.parts[made] = Has.WHOLE
             outputs[name] = made
         set_outputs(self.graph, outputs)
-
-    def _remove_unused(self) -> None:
-        """Take out what nothing reads any more."""
-        erase_dead(self.graph, [node for node in self.graph.nodes if node not in self.used])

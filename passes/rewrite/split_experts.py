@@ -56,7 +56,7 @@ class SplitExperts(RowsInParts):
         refused: dict[str, list[str]] = {}
         updated_bytes = self._updated_bytes(draft)
         for name, layer in draft.graph.once(find_expert_layers).items():
-            count = self.parts or _num_parts(layer, device_room(draft))
+            count = self.parts or math.ceil(layer.held_bytes / (SHARE * device_room(draft)))
             if count > 1 and not self.parts:
                 count = max(count, _equal_parts(layer, _all_bytes(draft, layer.weights) / updated_bytes))
             refusal = layer.refusal or _refused_by_optimizer(draft, layer)
@@ -112,11 +112,6 @@ def _divided_before(graph: OpGraph) -> str:
         return ""
     told, way = ("split-context", "set its option experts=false") if graph.apart else ("split-width", "put it after")
     return f"{told}, which comes before it, has divided experts among {graph.team} members; {way}"
-
-
-def _num_parts(layer: ExpertLayer, room_bytes: int) -> int:
-    """The number of parts of which each takes at most its share of a device."""
-    return math.ceil(layer.held_bytes / (SHARE * room_bytes))
 
 
 def _equal_parts(layer: ExpertLayer, least: float) -> int:

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.program import StageSpec
 from ...runtime.stage.split_backward import require_halves
 from ..draft import Draft
 from .flow import Flow, Placed, StageAction, Turn
@@ -49,11 +48,6 @@ class ScheduleZeroBubble(Schedule):
         return min(orders, key=lambda row: row[1])[0]
 
 
-def is_split(spec: StageSpec) -> bool:
-    """Whether a stage's backward has two halves."""
-    return spec.trained_params > 0 and any(i.requires_grad for i in spec.inputs)
-
-
 class WeightsLast(BackwardFirst):
     """A step under way, with backwards in halves. `patience`: a turn that can wait begins only where no other turn of
     its device is known to begin before this share of its time is over."""
@@ -61,7 +55,8 @@ class WeightsLast(BackwardFirst):
     def __init__(self, flow: Flow, draft: Draft, patience: float):
         super().__init__(flow, draft)
         self.patience = patience
-        self.split = {spec.name for spec in flow.specs if is_split(spec)}
+        both = [spec for spec in flow.specs if spec.trained_params > 0 and any(i.requires_grad for i in spec.inputs)]
+        self.split = {spec.name for spec in both}  # their backward has two halves
         self.next |= {(spec.name, False, True): 0 for spec in flow.specs if spec.name in self.split}
         self.most_held = max(self.most.values())
 

@@ -30,7 +30,8 @@ def reduce_grads(
             total += grad.to(total.device)
     else:
         param = next(p for p in specs[0].params if p.name == names[0])
-        total = torch.zeros(param.shape, dtype=getattr(torch, param.grad_dtype), device=_device_of(grads))
+        device = next((t.device for g in grads for t in g.values()), torch.device("cpu"))
+        total = torch.zeros(param.shape, dtype=getattr(torch, param.grad_dtype), device=device)
     if link is not None:
         total = _sum_over_devices(total, link, group)
     for g, name in zip(grads, names, strict=True):
@@ -88,10 +89,6 @@ def _sum_over_devices(total: Tensor, link: PeerLink, group: str) -> Tensor:
     staged = total.cpu()  # some other member's gradients are in host memory
     link.sum(staged, group)
     return total.copy_(staged)
-
-
-def _device_of(grads: Sequence[dict[str, Tensor]]) -> torch.device:
-    return next((t.device for g in grads for t in g.values()), torch.device("cpu"))
 
 
 def _settle(total: Tensor) -> None:

@@ -51,7 +51,8 @@ def shared_transfers(programs: Sequence[dict[str, Program]], hardware: Hardware,
             numbers[name], collective_s[name] = {}, {}
             for index, node in enumerate(own[name].ops()):
                 cost = costs[name][device][index]
-                if op_of(node).transfers and full & _resources(cost, model.links):
+                passed = {link for part in cost.parts() for path, _ in part.flows for link in path}
+                if op_of(node).transfers and full & {model.links[link].simplex or link for link in passed}:
                     numbers[name][index] = len(rows) + index
                 elif work_of(own[name], node).group:
                     collective_s[name][index] = _alone_s(cost, model.links)
@@ -87,7 +88,3 @@ def _alone_s(cost: Cost, links: dict[str, Link]) -> float:
         part.fixed_s + max((amount / min(links[n].bandwidth for n in path) for path, amount in part.flows), default=0.0)
         for part in cost.parts()
     )
-
-
-def _resources(cost: Cost, links: dict[str, Link]) -> set[str]:
-    return {links[link].simplex or link for part in cost.parts() for path, _ in part.flows for link in path}

@@ -105,12 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             sums = OperandGradients(ctx, hidden, weight, bias)
             logits_of = LogitGradients.from_losses(grads[0], labels, class_weight, log_sums, ctx.rule, weight.shape[0])
-            for columns in ctx.rule.pieces(len(weight), slice_width(len(weight), len(labels), ctx.rule.tokens)):
-                part = weight[columns].to(hidden.dtype)
-                offset = None if bias is None else bias[columns].to(hidden.dtype)
-                logits, slope = sums.room.logits(hidden, part, offset, wants_slope=True)
-                logits_of.write(logits, slope, columns)
-                sums.add(sums.room.cast_to_product(logits), part, columns)
+            sums.add_all(logits_of, weight, bias)
         return sums.hidden_gradient(), sums.weight, sums.bias, None, None, None
 
 
@@ -227,7 +222,17 @@ class OperandGradients:
         self.hidden = torch.zeros_like(hidden, dtype=self.room.wide) if wants_hidden else None
         self.part = torch.empty_like(hidden) if wants_hidden and hidden.dtype != self.room.wide else None
 
-    def add(self, gradient: Tensor, weight: Tensor, columns: slice) -> None:
+    def add_all(self, logits_of: LogitGradients, weight: Tensor, bias: Tensor | None) -> None:
+        """Add what all classes give, one slice of them after the other."""
+        rule, hidden = self.room.rule, self.operand
+        for columns in rule.pieces(len(weight), slice_width(len(weight), len(hidden), rule.tokens)):
+            part = weight[columns].to(hidden.dtype)
+            offset = None if bias is None else bias[columns].to(hidden.dtype)
+            logits, slope = self.room.logits(hidden, part, offset, wants_slope=True)
+            logits_of.write(logits, slope, columns)
+            self._add(self.room.cast_to_product(logits), part, columns)
+
+    def _add(self, gradient: Tensor, weight: Tensor, columns: slice) -> None:
         """Add what a slice of the classes gives; `gradient`: of its products."""
         if self.weight is not None and self.weight.dtype == gradient.dtype:
             torch.mm(gradient.t(), self.operand, out=self.weight[columns])

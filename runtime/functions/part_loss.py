@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunked_loss import (
-    LogitGradients,
-    LogitRoom,
-    LossRule,
-    OperandGradients,
-    check_labels,
-    factors,
-    slice_width,
-)
+from .chunked_loss import LogitGradients, LogitRoom, LossRule, OperandGradients, check_labels, factors
 
 
 def part_statistics(
@@ -114,12 +106,7 @@ class _PartStatistics(torch.autograd.Function):
             place, here = _own_place(labels, ctx.begin, len(weight), rule)
             each = -grad[2] if rule.label_smoothing else None
             logits_of = LogitGradients(place.masked_fill(~here, -1), log_sums, grad[0], -grad[1], each, class_weight)
-            for columns in rule.pieces(len(weight), slice_width(len(weight), len(labels), rule.tokens)):
-                part = weight[columns].to(hidden.dtype)
-                offset = None if bias is None else bias[columns].to(hidden.dtype)
-                logits, slope = sums.room.logits(hidden, part, offset, wants_slope=True)
-                logits_of.write(logits, slope, columns)
-                sums.add(sums.room.cast_to_product(logits), part, columns)
+            sums.add_all(logits_of, weight, bias)
         return sums.hidden_gradient(), sums.weight, sums.bias, None, None, None, None
 
 

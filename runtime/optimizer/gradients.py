@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ...ir.program import ParamSpec, StageSpec, TeamPart
+from ...ir.program import StageSpec, TeamPart
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -66,7 +66,8 @@ def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]], hold
     """Over all gradients of these stages, in float64; a tied parameter counts with its owner only. The sum is on the
     host if any of them are there. `holders`: the number of devices whose sums are added up and which have the same
     gradient of a parameter, unless each has a part of that."""
-    rows = [(param, by_name[param.name]) for spec, by_name in parts for param in _owned_params(spec, by_name)]
+    owned = ((p, by_name) for spec, by_name in parts for p in spec.params if p.owner and p.name in by_name)
+    rows = [(param, by_name[param.name]) for param, by_name in owned]
     if not rows:
         return torch.zeros((), dtype=torch.float64)
     norms = [torch.linalg.vector_norm(g, dtype=_full_dtype(g.dtype)) for _, g in rows]
@@ -75,10 +76,6 @@ def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]], hold
     if holders > 1:
         squares /= torch.tensor([1 if isinstance(p.part, TeamPart) else holders for p, _ in rows], device=where)
     return squares.sum()
-
-
-def _owned_params(spec: StageSpec, grads: Mapping[str, Tensor]) -> Iterable[ParamSpec]:
-    return (p for p in spec.params if p.owner and p.name in grads)
 
 
 def _full_dtype(dtype: torch.dtype) -> torch.dtype:

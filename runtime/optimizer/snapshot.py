@@ -66,8 +66,9 @@ def keep(optimizer: StageOptimizer, tensors: bool, into: OptimizerSnapshot | Ten
     if optimizer.optimizer is None:
         return found
     if tensors and not found.copies:
-        buffer = into if isinstance(into, Tensor) else _buffer(optimizer)
-        found.copies = make_room(optimizer.spec, optimizer.params, buffer)
+        if not isinstance(into, Tensor):
+            into = torch.empty(room_bytes(optimizer.spec, optimizer.params), dtype=torch.uint8, device=optimizer.device)
+        found.copies = make_room(optimizer.spec, optimizer.params, into)
     for name, param in optimizer.params.items():
         row = optimizer.optimizer.state.get(param)
         known = optimizer.state_row(name)
@@ -116,10 +117,6 @@ def put_back(optimizer: StageOptimizer, found: OptimizerSnapshot) -> None:
         group.update(copy.deepcopy(saved_group), params=params)
     if optimizer.scheduler is not None and found.scheduler is not None:
         optimizer.scheduler.load_state_dict(copy.deepcopy(found.scheduler))
-
-
-def _buffer(optimizer: StageOptimizer) -> Tensor:
-    return torch.empty(room_bytes(optimizer.spec, optimizer.params), dtype=torch.uint8, device=optimizer.device)
 
 
 def _copy(value: Any) -> Any:

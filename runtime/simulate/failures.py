@@ -44,11 +44,6 @@ class FailingRun:
         return interval_s / m * math.exp(-exponent) / -math.expm1(-(interval_s + self.stall_s) / m)
 
     @property
-    def young_s(self) -> float:
-        """Young's interval: the best one as long as failures are much rarer than saves."""
-        return math.sqrt(2 * self.stall_s * self.mtbf_s)
-
-    @property
     def best_interval_s(self) -> float:
         """The interval with the largest useful share."""
         low, high = 0.0, self.mtbf_s

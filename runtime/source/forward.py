@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..modules import draw_at
 from .expressions import ExpressionCheck, is_member_chain, is_self
-from .names import FileNames, excerpt, refuse
-from .signature import check_signature
+from .names import FileNames, check_signature, excerpt, refuse
 
 
 def check_forward(function: ast.FunctionDef, names: FileNames, members: set[str]) -> None:

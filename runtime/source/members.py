@@ -130,13 +130,10 @@ class _InitCheck:
         """An empty tensor, or a tensor that is a member already."""
         if is_member_chain(node):
             self.expressions.member(node)
-        elif isinstance(node, ast.Call) and self._is_empty(node.func):
+        elif isinstance(node, ast.Call) and self.names.root(node.func) and self.names.find(node.func) is torch.empty:
             self._arguments(node)
         else:
             refuse(node, f"{excerpt(node)}: tensors begin as torch.empty(...)")
-
-    def _is_empty(self, function: ast.expr) -> bool:
-        return self.names.root(function) is not None and self.names.find(function) is torch.empty
 
     def _arguments(self, node: ast.Call) -> None:
         for given in node.keywords:

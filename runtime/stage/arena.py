@@ -76,11 +76,6 @@ def weights_layout(spec: StageSpec) -> BufferLayout:
     return BufferLayout.from_params(spec.moving)
 
 
-def staying_layout(spec: StageSpec) -> BufferLayout:
-    """Those that stay on the device wherever the others are; as long as `spec.staying_bytes`."""
-    return BufferLayout.from_params(spec.staying)
-
-
 def grads_layout(spec: StageSpec) -> BufferLayout:
     """The gradients of the trained parameters, without gaps: `spec.grad_bytes` long. The widest come first, so that
     each begins at a whole number of its elements."""

@@ -151,7 +151,9 @@ class _Watch:
         try:
             if row is None:
                 return run(*args, **kwargs)
-            return self.run_chosen(row, func, run, _with_rows(func, args), kwargs)
+            if func in GIVES_ROWS:  # attention must give its rows' log-sum-exp
+                args = (*args[:4], True, *args[5:])
+            return self.run_chosen(row, func, run, args, kwargs)
         finally:
             self.is_within = False
 
@@ -283,11 +285,6 @@ def _kernels() -> tuple[Library, Library]:
 
 
 _LIBRARIES = _kernels()
-
-
-def _with_rows(func: Any, args: Any) -> Any:
-    """The arguments of a call whose results are kept: attention must give its rows' log-sum-exp."""
-    return (*args[:4], True, *args[5:]) if func in GIVES_ROWS else args
 
 
 def _offset(func: Any, args: Any, drawn: int = 0) -> int:

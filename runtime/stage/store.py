@@ -20,7 +20,7 @@ from ..optimizer.stage_optimizer import OptimizerSnapshot, OptimizerSpec, StageO
 from ..ssd.folder import SsdFolder
 from ..state.part_params import member_part, whole_of_members
 from ..state.tensor_file import Reads
-from .arena import allocate, masters_layout, pages, staying_layout, weights_layout
+from .arena import BufferLayout, allocate, masters_layout, pages, weights_layout
 from .file import Staged, StageFile
 from .runner import StageRunner
 from .shards import FlatStage, rounding_of, whole_of
@@ -96,7 +96,7 @@ class StageStore:
         self.staying: dict[str, Tensor] = {}
         if spec.staying:
             self._where = device
-            own = staying_layout(spec)
+            own = BufferLayout.from_params(spec.staying)
             self.staying = own.views(allocate(own.total_bytes, device))
             self.weights |= self.staying
         self.file: StageFile | None = None

@@ -172,7 +172,8 @@ class AdapterMerge:
         for names in before.values():
             layers = [places.get(name.rpartition(".")[0]) for name in names]
             changed = [layer is not None and _changes(layer.module) for layer in layers]
-            if any(changed) and not all(_is_tokens(layer.module) for layer in layers if layer is not None):
+            by_tokens = all(hasattr(layer.module, "token_adapter") for layer in layers if layer is not None)
+            if any(changed) and not by_tokens:  # tied adapters of tokens change the same rows by the same values
                 for name in names:
                     owner, _, leaf = name.rpartition(".")
                     old = getattr(self.base.get_submodule(owner), leaf)
@@ -226,10 +227,6 @@ def _merge_and_unload(module: Any) -> nn.Module:
             layer = layer.base_layer
         inner = module.get_base_layer()
         return inner
-
-
-def _is_tokens(module: Any) -> bool:
-    return hasattr(module, "token_adapter")  # tied ones change the same rows by the same values
 
 
 def _changes(module: Any) -> bool:

@@ -69,7 +69,8 @@ def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> WeightsLa
         if not is_a(model, TRANSFORMERS):
             metadata |= {alias: canonical for alias in groups[canonical][1:]}
     shards = _split(rows, max_shard_bytes)
-    names = [SINGLE_FILE] if len(shards) == 1 else [_file_name(i, len(shards)) for i in range(len(shards))]
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count != 1 else [SINGLE_FILE]
     return WeightsLayout({name: plan_file(shard, metadata) for name, shard in zip(names, shards, strict=True)}, keys)
 
 
@@ -229,10 +230,6 @@ def _split(
         shards[-1][key] = (dtype, shape)
         size += num_bytes
     return shards
-
-
-def _file_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _index(layout: WeightsLayout) -> str:

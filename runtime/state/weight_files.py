@@ -179,7 +179,8 @@ def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], 
             places = places_in_files(layer, base, found)
             unneeded |= {f"{base}{name}" for name in UNNEEDED} | {layer.file_key(base, name) for name in layer.extras}
             where |= {f"{path}.{leaf}": place for leaf, place in places.items()}
-    for name, packed in _packed_of_part(model, _config_of(files), found, keys).items():
+    config = next((quantization_config(stored.file.path.parent) for stored in files.values()), {})
+    for name, packed in _packed_of_part(model, config, found, keys).items():
         where[name] = UnpackedOnRead(packed.require(), tuple(wanted[name].shape))
         unneeded |= packed.extras
     for name in [name for name in wanted if name not in where]:
@@ -228,11 +229,6 @@ def _kind(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "float" if dtype.itemsize > 1 else str(dtype)
     return "complex" if dtype.is_complex else "bool" if dtype == torch.bool else "integer"
-
-
-def _config_of(files: Mapping[str, Stored]) -> dict[str, Any]:
-    """The quantization_config beside files; empty for none, and for no files."""
-    return next((quantization_config(stored.file.path.parent) for stored in files.values()), {})
 
 
 def _prefix_rules(front: str) -> list[Callable[[str], str]]:

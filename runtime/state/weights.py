@@ -70,17 +70,6 @@ class LiveWeights(WeightSource):
         return True
 
 
-class FreshWeights(WeightSource):
-    """The model's own initialisation, drawn from `seed`, to train a model on the meta device from scratch."""
-
-    def __init__(self, model: nn.Module, seed: int = 0):
-        self._fresh = FreshValues(model, seed)
-        self.ties = ties_of(model)
-
-    def read(self, name: str) -> Tensor:
-        return self._fresh.value(self.ties.get(name, name))
-
-
 class PartWeights(WeightSource):
     """The weights of a part of a model, under its own names."""
 
@@ -179,7 +168,8 @@ def open_directory(
     `PlanError` for a tensor on meta whose value cannot be found.
     """
     match = match_names(model, open_files(Path(directory)), prefix)
-    allowed = match.missing if missing_ok is True else _matching(match.missing, missing_ok or ())
+    patterns = ["*"] if missing_ok is True else missing_ok or ()
+    allowed = {name for name in match.missing if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
     refused = [name for name in match.missing if name not in allowed or not match.where]
     require_kinds(Path(directory), model, match)
     if refused or match.misshapen:
@@ -259,7 +249,3 @@ def _read(source: WeightSource, wanted: ParamSpec) -> Tensor:
             "Compile for the model that the weights are of."
         )
     return stored
-
-
-def _matching(names: list[str], patterns: Collection[str]) -> list[str]:
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

@@ -26,10 +26,5 @@ class MadeInput:
             return all(torch.equal(part, whole) for part in parts)
         if self.places:
             parts = [part + i * (self.places // total) for i, part in enumerate(parts)]
-        others = [_other_sizes(tensor, self.dim) for tensor in (whole, *parts)]
+        others = [[size for d, size in enumerate(t.shape) if d != self.dim] for t in (whole, *parts)]
         return others.count(others[0]) == len(others) and torch.equal(torch.cat([*parts], self.dim), whole)
-
-
-def _other_sizes(tensor: Tensor, dim: int) -> list[int]:
-    """The sizes of the other dimensions."""
-    return [size for d, size in enumerate(tensor.shape) if d != dim]

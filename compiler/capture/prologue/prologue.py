@@ -79,7 +79,8 @@ class Prologue:
     def form_prologue(self, batch: Mapping[str, Any], count: int) -> Prologue:
         """The prologue of micro-batches of another form, of which this is one, and `count` make a batch. Raises
         `CaptureError` where it makes other inputs than this one."""
-        example = {name: value if input_name(name) in self.reads else _no_value(value) for name, value in batch.items()}
+        sizes = tree_map_only(Tensor, lambda x: x.to("meta"), dict(batch))
+        example = {name: value if input_name(name) in self.reads else sizes[name] for name, value in batch.items()}
         found = replace(self, example=repeat(example, count), rows=count, inputs=(), apart=True, _recordings={})
         values = found._values_of(found._recording(count))
         require_number(found._recording(count).prologue, len(self.inputs))
@@ -218,11 +219,6 @@ def _whole_inputs(values: Sequence[Tensor]) -> tuple[MadeInput, ...]:
         MadeInput(f"prologue_{i}") if value.dim() and len(value) else MadeInput(f"prologue_{i}", None, value)
         for i, value in enumerate(values)
     )
-
-
-def _no_value(value: Any) -> Any:
-    """An input with its sizes alone."""
-    return tree_map_only(Tensor, lambda x: x.to("meta"), value)
 
 
 def _read(part: Mapping[str, Any], names: frozenset[str]) -> dict[str, Tensor]:

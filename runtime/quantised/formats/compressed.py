@@ -115,10 +115,6 @@ def _dtype(options: Layout) -> torch.dtype:
     return torch.int8 if options["kind"] == "int" else torch.float8_e4m3fn
 
 
-def _row_step(options: Layout) -> int:
-    return int(options.get("block", [1])[0])
-
-
 INT_PACKED = Format(
     "int-packed",
     ("compressed-tensors/pack-quantized",),
@@ -135,6 +131,6 @@ SCALED = Format(
     _plain_types,
     _plain_unpack,
     scale="weight_scale",
-    row_step=_row_step,
+    row_step=lambda options: int(options.get("block", [1])[0]),
     extras=EXTRAS,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft, Options
-from penstock.passes.mapping.map_cross import MapCross, contention, cross_order
+from penstock.passes.mapping.map_cross import MapCross, complexes, cross_order
 from penstock.passes.mapping.mapping import equal_devices
 from penstock.tests.passes.running import chain
 
@@ -27,6 +28,14 @@ def machine(topology: Sequence[int], fast: Sequence[int] = ()) -> Hardware:
         for i, r in enumerate(homes)
     ]
     return Hardware.model_validate(document)
+
+
+def contention(hardware: Hardware, devices: Sequence[int]) -> float:
+    """The contention (eq. 13) of stages on these devices."""
+    homes = complexes(hardware)
+    shared = Counter(homes)
+    placed = [homes[device] for device in devices]
+    return sum(shared[a] / (j - i) for j, a in enumerate(placed) for i in range(j) if placed[i] == a)
 
 
 def draft_for(hardware: Hardware, planned_for: Sequence[int]) -> Draft:

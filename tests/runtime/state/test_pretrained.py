@@ -21,7 +21,8 @@ from penstock.ir.program import ParamSpec, StageSpec
 from penstock.runtime.model_names import named_tensors, ties_of, unsaved_buffers
 from penstock.runtime.state import pretrained, tensor_file
 from penstock.runtime.state.pretrained import save_pretrained
-from penstock.runtime.state.weights import FreshWeights, open_directory, stage_weights
+from penstock.runtime.state.weights import open_directory, stage_weights
+from penstock.tests.runtime.state.fresh_weights import FreshWeights
 from penstock.tests.shown_elsewhere import slow_but
 
 Stage = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]

@@ -24,7 +24,6 @@ from penstock.ir.program import ParamSpec, StageSpec
 from penstock.runtime.model_names import named_tensors, ties_of, unsaved_buffers
 from penstock.runtime.state.weights import (
     DirectoryWeights,
-    FreshWeights,
     LiveWeights,
     loaded_bytes,
     open_directory,
@@ -32,6 +31,7 @@ from penstock.runtime.state.weights import (
     stage_buffers,
     stage_weights,
 )
+from penstock.tests.runtime.state.fresh_weights import FreshWeights
 from penstock.tests.shown_elsewhere import slow_but
 
 
