@@ -21,7 +21,8 @@ import typer
 
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from .options import AnswerOptions, JobOptions, PlanOptions, TrainOptions, takes
-from .working import working
+from .terminal.spelling import on_command_line, spell_warnings
+from .terminal.working import working
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,7 +230,7 @@ def explain(
     rivals and why they lost."""
     with working(options.items if directory is None else None):
         text = _job_of(directory, options).explain(full=full)
-    print(text)
+    print(on_command_line(text))
 
 
 @app.command(
@@ -358,11 +359,13 @@ def main(arguments: list[str] | None = None) -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     add_commands()
     try:
-        app([argument for argument in given if argument != "--debug"], prog_name="penstock")
+        with spell_warnings():
+            app([argument for argument in given if argument != "--debug"], prog_name="penstock")
     except (PenstockError, OSError) as error:  # `OSError` for a file that cannot be read or written
         if "--debug" in given:
             raise
-        print(f"{'does not fit' if isinstance(error, DoesNotFit) else 'error'}: {error}", file=sys.stderr)
+        what = "does not fit" if isinstance(error, DoesNotFit) else "error"
+        print(f"{what}: {on_command_line(str(error))}", file=sys.stderr)
         sys.exit(ERROR)
     except SystemExit as ended:
         if ended.code == ERROR:

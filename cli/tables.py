@@ -19,6 +19,7 @@ from ..ir.machine.hardware import Hardware
 from ..ir.program import StageSpec
 from ..ir.units import format_bytes
 from ..runtime.simulate import Timeline
+from .terminal.spelling import Screen
 
 FILE_WIDTH = 120
 SHORT = {
@@ -35,7 +36,7 @@ def short_tier(tier: str) -> str:
 def console() -> Console:
     """A console for tables on stdout, as wide as the terminal, or wide enough for a table in a file."""
     width = None if sys.stdout.isatty() else FILE_WIDTH
-    return Console(markup=False, emoji=False, highlight=False, width=width)
+    return Screen(markup=False, emoji=False, highlight=False, width=width)
 
 
 def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> Iterator[Table]:

@@ -44,10 +44,10 @@ from ..training.logs.find import find_logs
 from ..training.watch import StragglerWatch
 from .best import BestSoFar
 from .config import FILE, config_text
-from .interruptible import interruptible
 from .options import TrainOptions
 from .task import COUNTED, TrainingTask, compile_task, prepare, require_wishes
-from .working import working
+from .terminal.interruptible import interruptible
+from .terminal.working import working
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
 STEP = "step-"  # before its number, the name of one of several checkpoints

@@ -40,7 +40,7 @@ def require_machine(hardware: Hardware, programs: Sequence[Program], ssd_dirs: S
     if not (ssd_dirs or hardware.ssd_directories(host)) and uses_ssd(hardware, programs, host):
         raise HardwareError(
             f"the plan keeps a part of the model on ssd{host}, but no directory is known for its files: give "
-            'ssd_dirs=["/mnt/nvme0"], one directory per SSD, to penstock.compile (--ssd-dir on the command line), or '
+            'ssd_dirs=["/mnt/nvme0"], one directory per SSD, or '
             f"write `directory` under hosts[{host}].ssds of the hardware document"
         )
 

@@ -159,10 +159,10 @@ def _check_unequal(count: int, decision: Lanes) -> None:
     given, lanes, beside = decision.micro_batches, len(decision.lanes), decision.lanes_together
     if len(given) != lanes or sum(given[:: decision.team]) != count:
         what = "one number each" if decision.team == 1 else f"one number each, {decision.team} in a row the same"
-        raise PassError(f"mesh: micro_batches are {given}; {lanes} lanes have {what}, {count} in all")
+        raise PassError(f"mesh{{micro_batches={given}}}: {lanes} lanes have {what}, {count} in all")
     if any(len(set(given[i : i + beside])) > 1 for i in range(0, lanes, beside)):
         raise PassError(
-            f"mesh: micro_batches are {given}; every {beside} lanes in a row share stages or are a team, and meet in "
+            f"mesh{{micro_batches={given}}}: every {beside} lanes in a row share stages or are a team, and meet in "
             "every micro-batch, so they have the same number"
         )
 

@@ -15,7 +15,7 @@ import penstock
 from penstock.cli.answer import print_answer
 from penstock.cli.main import add_commands, app
 from penstock.cli.tables import console, table
-from penstock.cli.working import working
+from penstock.cli.terminal.working import working
 from penstock.tests.syntax import nodes_of
 
 TEXT = "needs peft: pip install 'penstock[adapters]' :warning:"
@@ -33,7 +33,7 @@ def test_answers_and_tables_print_brackets(capsys: pytest.CaptureFixture[str]) -
 def test_the_line_of_a_search_prints_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=120, markup=False, emoji=False)
-    monkeypatch.setattr("penstock.cli.working.Console", lambda **options: terminal)
+    monkeypatch.setattr("penstock.cli.terminal.working.Console", lambda **options: terminal)
     with working() as tell:
         tell(f"with {TEXT}")
         terminal.print("a line, at which the one below is drawn again")
@@ -50,7 +50,7 @@ def test_no_console_reads_markup() -> None:
         for room in ROOMS
         for file in sorted((ROOT / room).rglob("*.py"))
         for call in calls(file)
-        if isinstance(call.func, ast.Name) and call.func.id == "Console"
+        if isinstance(call.func, ast.Name) and call.func.id in ("Console", "Screen")
     ]
     assert len(consoles) >= 4
     assert not [str(file) for file, given in consoles if (given.get("markup"), given.get("emoji")) != ("False",) * 2]

@@ -31,7 +31,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Exit code, stdout and stderr of a command line."""
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("penstock.cli.working.NOTICE_S", 1e6)
+    monkeypatch.setattr("penstock.cli.terminal.working.NOTICE_S", 1e6)
     monkeypatch.setattr("penstock.compiler.search.what_helps.HELP_S", 0.0)
 
     def call(*arguments: str) -> tuple[int, str, str]:

@@ -19,8 +19,8 @@ from rich.console import Console
 
 import penstock
 from penstock.cli.check_job import check_written
-from penstock.cli.interruptible import interruptible
 from penstock.cli.options import JobOptions
+from penstock.cli.terminal.interruptible import interruptible
 from penstock.cli.training import train
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import CheckpointError, HardwareError, PenstockError, PlanError

@@ -29,7 +29,7 @@ class _Line(logging.Handler):
 
 def answer_so_far(best_s: float, bound_s: float, number: int, item: str) -> str:
     """That a plan fits, and the rates between which the last answer is: of the best step so far, and of the bound."""
-    from ..ir.units import figure
+    from ...ir.units import figure
 
     least, most = figure(number / best_s), f" and {figure(number / bound_s)}" if bound_s > 0 else " or more"
     return f"fits; {'between ' if bound_s > 0 else ''}{least}{most} {item}s a second; so far "
@@ -37,7 +37,7 @@ def answer_so_far(best_s: float, bound_s: float, number: int, item: str) -> str:
 
 def progress_text(record: logging.LogRecord, items: Items | None) -> tuple[str, bool]:
     """The words for what the search tells of, and whether they say that a plan fits, how fast."""
-    from ..compiler.search.attempts import Progress  # there already, as it has told of a plan
+    from ...compiler.search.attempts import Progress  # there already, as it has told of a plan
 
     text, progress = record.getMessage(), record.msg
     if items is None or not isinstance(progress, Progress) or progress.best_s is None or not progress.is_asked:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from ..runtime.processes.interrupt import ECHO_S
-from ..runtime.processes.torchrun import TorchrunDriver
+from ...runtime.processes.interrupt import ECHO_S
+from ...runtime.processes.torchrun import TorchrunDriver
 
 
 @contextmanager

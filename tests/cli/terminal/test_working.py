@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.working import SEARCH, working
+from penstock.cli.terminal.working import SEARCH, working
 from penstock.compiler.search.attempts import Progress
 
 
 @pytest.fixture(params=[True, False], ids=["terminal", "file"])
 def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Console:
     found = Console(file=io.StringIO(), force_terminal=request.param, width=160)
-    monkeypatch.setattr("penstock.cli.working.Console", lambda **options: found)
+    monkeypatch.setattr("penstock.cli.terminal.working.Console", lambda **options: found)
     return found
 
 
@@ -40,14 +40,14 @@ def test_a_terminal_shows_what_is_planned_and_how_far_it_is(screen: Console) -> 
 
 
 def test_a_pipe_hears_of_planning_that_takes_seconds(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setattr("penstock.cli.working.NOTICE_S", 0.0)
+    monkeypatch.setattr("penstock.cli.terminal.working.NOTICE_S", 0.0)
     with working():
         for _ in range(100):
             time.sleep(0.05)
             if said := capfd.readouterr().err:
                 break
     assert said.startswith("planning; ")
-    monkeypatch.setattr("penstock.cli.working.NOTICE_S", 0.1)
+    monkeypatch.setattr("penstock.cli.terminal.working.NOTICE_S", 0.1)
     with working():
         pass
     time.sleep(0.3)
@@ -66,7 +66,7 @@ def test_the_first_plan_that_fits_is_answered_at_once_and_better_ones_replace_it
         return 2048, "token"
 
     with working(items) as tell:
-        monkeypatch.setattr("penstock.cli.working.NOTICE_S", 0.0)
+        monkeypatch.setattr("penstock.cli.terminal.working.NOTICE_S", 0.0)
         for progress in (
             Progress(1, 4.0, 0.5, is_asked=False),
             Progress(1, None, 0.5),
