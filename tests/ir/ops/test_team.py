@@ -12,7 +12,7 @@ from penstock.ir import ops
 from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.ops import Context, Value
-from penstock.ir.program import Program, bind, device_mesh, parse_program, print_program, work_of
+from penstock.ir.program import Program, bind, parse_program, print_program, work_of
 from penstock.ir.verify import verify
 from penstock.runtime.reference.run import Reference
 from penstock.runtime.simulate import simulate
@@ -26,6 +26,7 @@ from penstock.tests.ir.program.two_stages import (
     weights_of,
     with_team_ops,
 )
+from penstock.tests.runtime.device.test_device_mesh import device_mesh
 
 TEAM = 4
 

@@ -10,12 +10,13 @@ import pytest
 from penstock.compiler.pipeline import parse_pipeline
 from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import WORLD, Interface, bind, bound_interface, device_mesh, members_of, slice_of
+from penstock.ir.program import WORLD, Interface, bind, bound_interface, members_of, slice_of
 from penstock.ir.verify import verify
 from penstock.passes.decisions import Lanes, regular_lanes
 from penstock.passes.draft import Draft
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import apply, chain, draft_of
+from penstock.tests.runtime.device.test_device_mesh import device_mesh
 from penstock.tests.shown_elsewhere import slow_rows_but
 
 PIPELINE = "partition-balanced{stages=%d}, map-round-robin, schedule-1f1b, insert-remat"
