@@ -309,7 +309,7 @@ def test_what_does_not_fit_says_what_is_missing(run: Run) -> None:
                          "--micro-batches", "1", "--strategy", "mobius", "--no-alternatives")  # fmt: skip
     assert code == 2 and not out
     assert err.startswith("does not fit: what lasts between steps needs 620 MiB (weights 88.6 MiB, masters 177 MiB")
-    assert "Tried, and fits: this hardware with dram=" in err
+    assert "Tried, and fits: this hardware with --set dram=" in err
 
 
 def test_a_model_of_python_that_says_what_a_batch_holds(run: Run, tmp_path: Path) -> None:
