@@ -15,9 +15,10 @@ from ...runtime.source.trust import Trust
 from ..folder import Folder
 from ..pipeline import PassRecord
 from ..replanner import Replanner
-from ..report.answer import brief_text
-from ..report.compiled import compiled_text, find_blocks, graphs_text
+from ..report.brief import brief_text
+from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
+from ..report.graphs import graphs_text
 from ..report.lengths import StepsOfAnySize, Throughput
 from ..report.page.content import ReportInputs, report_facts
 from ..report.page.write import page_of

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -12,9 +11,7 @@ from ...ir import ops
 from ...ir.machine.describe import shared_texts
 from ...ir.machine.hardware import Hardware
 from ...ir.units import figure, format_bytes, format_seconds
-from ...runtime.simulate import Timeline
 from ...runtime.state.quantised import unquantised_note
-from ..folder import BatchRow
 from ..plan import Plan, Prediction
 from .explain import device_name
 from .tiers import AGAIN, PLACES, activations_homes, states_tier, weights_home, weights_tier
@@ -25,8 +22,6 @@ BUSY = {  # a device's stream -> what it does while it is busy
     ops.COMPUTE: "computation on", ops.CPU: "the optimizer on the CPU, for", ops.H2D: "copies from DRAM to",
     ops.D2H: "copies to DRAM from", ops.READ: "reads from SSD for", ops.WRITE: "writes to SSD for",
 }  # fmt: skip
-WIDTH = 118  # of an answer
-MORE = "explain with full=True (--full): stages, memories, bounds, what would help, rivals, passes"
 
 
 def answer_lines(
@@ -126,28 +121,3 @@ def _idle_devices(plan: Plan, hardware: Hardware, peak_bytes: Mapping[str, int])
     if plan.decisions.mesh is not None:
         return []
     return [device.name for device in hardware.devices if not peak_bytes.get(device.name)]
-
-
-def brief_text(
-    model: nn.Module,
-    plan: Plan,
-    hardware: Hardware,
-    stages: Sequence[str],
-    timeline: Timeline,
-    batch: Sequence[BatchRow],
-    full: bool,
-) -> str:
-    """The answer, in lines of at most `WIDTH`; without `full` the last line says where more is. `batch`: the tensors of
-    a step."""
-    shapes = [shape for name, shape, _ in batch if name.endswith("input_ids") and len(shape) == 2]
-    rows = next((shape[0] for _, shape, _ in batch if shape), 1)
-    text, items, item = many(rows, "row"), rows, "row"
-    if shapes:
-        items, item = sum(map(math.prod, shapes)), "token"
-        text += f" of {many(items // rows, item)}"
-    lines = [
-        f"{plan.model} on {hardware.name}: {text}, {plan.precision}, plan {plan.hash}",
-        *answer_lines(model, plan, hardware, stages, (items, item), timeline.bottleneck()),
-        *([] if full else [line("more", MORE)]),
-    ]
-    return "\n".join(wrap_lines(lines, WIDTH))

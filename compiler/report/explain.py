@@ -24,19 +24,13 @@ from ..plan import Plan, Prediction
 from ..search.host_memory import host_of
 from ..search.what_helps import Help, changed_machines
 from ..steps import drain_here, simulate_here
+from .loss import loss_lines
 from .tiers import AGAIN, activations_tier, states_tier, weights_text
 from .updates import update_lines
 from .wear import Wear, wear_of
 
 WIDTH = 110
 FEW_NAMES = 4  # of devices; more names are abridged
-_RULES = {  # of how a term of the loss is put together
-    "mean": "each micro-batch counts alike",
-    "counted": "a sum over the global batch, divided by {counts} in it, whatever micro_batches is",
-    "weighted": "each micro-batch counts as loss_weight says",
-    "uncounted": "divided by {counts} of each micro-batch alone: what the whole batch counts is not known before the "
-    "forward, so that the loss is that of the whole batch with micro_batches=1 only",
-}
 
 
 def explain(
@@ -306,20 +300,3 @@ def _passes(records: Sequence[PassRecord]) -> str:
         peak = f", peak {format_bytes(record.peak_bytes)}" if record.peak_bytes is not None else ""
         lines.append(f"  {record.name:20} {format_seconds(record.took_s)}, {record.ops_added:+d} ops{step}{peak}")
     return "\n".join(lines)
-
-
-def loss_lines(terms: Sequence[LossTerm], mini_batch: int = 0) -> list[str]:
-    """One line per term: the user's line and the rule. `mini_batch`: the micro-batches of one, where each has updates
-    of its own."""
-    return [f"{term.source.partition(': ')[0] or 'loss'}: {_rule(term, mini_batch)}" for term in terms]
-
-
-def _rule(term: LossTerm, mini_batch: int) -> str:
-    if mini_batch == 1:
-        return "each micro-batch is a mini-batch of its own, with its own mean"
-    text = _RULES[term.kind].format(counts=term.counts)
-    if not mini_batch:
-        return text
-    return text.replace("global batch", "mini-batch").replace("whole batch", "mini-batch") + (
-        f"; every {mini_batch} micro-batches are a mini-batch"
-    )

@@ -1,4 +1,4 @@
-"""Scale losses that are sums over rows, describe rows that meet, and check what fills the places of masks.
+"""Scale losses that are sums over rows, and describe rows that meet.
 
 In: the facts of a model's loss (`graph/follow/rows.py`). Out: graphs whose losses average to that of the whole
 batch, the number of micro-batches that is left to "auto", and the words for errors and `explain`.
@@ -6,24 +6,18 @@ batch, the number of micro-batches that is left to "auto", and the words for err
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import fx
-
-from ...ir.calls import function_name
 from ...ir.errors import CaptureError, DoesNotFit
-from ...runtime.torch_names import assert_async
 from ..edit import GraphEdit, set_outputs
 from ..operators.record import no_record
 from ..operators.states import Kind
 from ..opgraph import OpGraph
+from .filled import check_filled
 from .rows import Coupling, GraphOf, RowFacts, row_facts
 
 MOST_NAMED = 4
-FILLS = ("masked_scatter", "masked_scatter_")
 
 
 def find_facts(trace: GraphOf, counts: Sequence[int], batch_size: int, device_kind: str) -> RowFacts:
@@ -131,28 +125,3 @@ def coupling_text(coupling: Coupling) -> str:
         return no_record(coupling.operator, coupling.source)
     text = WORDS[coupling.kind].format(module=coupling.module, operator=coupling.operator)
     return f"{text} at {coupling.source}" if coupling.source else text
-
-
-def check_filled(graph: OpGraph) -> None:
-    """Let the graph of a micro-batch check that it has an element for each place of its masks, such as features of
-    images for the tokens that stand for images: only then are its rows those of the whole batch."""
-    for node in graph.nodes:
-        if node.op in ("call_function", "call_method") and function_name(node.target) in FILLS:
-            _check_places(graph, node)
-
-
-def _check_places(graph: OpGraph, node: fx.Node) -> None:
-    named = dict(zip(("self", "mask", "source"), node.args)) | node.kwargs
-    value, mask, source = named.get("self", named.get("input")), named["mask"], named["source"]
-    assert isinstance(value, fx.Node) and isinstance(mask, fx.Node) and isinstance(source, fx.Node)
-    again = math.prod(value.meta["val"].shape) // max(1, math.prod(mask.meta["val"].shape))  # times that it is spread
-    edit = GraphEdit(graph, node)
-    places = edit.call(operator.mul, edit.call(torch.sum, mask), again)
-    number = source.meta["val"].numel()
-    found = edit.call(torch.eq, places, number if isinstance(number, int) else edit.call(torch.numel, source))
-    text = (
-        f"{node.meta['source']}: a micro-batch has another number of elements than of places that these fill, so that "
-        "rows would not get those that they get in the whole batch: give each row an element for each of its places, "
-        "or compile with micro_batches=1"
-    )
-    edit.put("call_function", assert_async, (found, text), None)

@@ -23,7 +23,7 @@ from ...runtime.functions.document_borders import fits_kernel, side_by_side, spl
 from ...runtime.stage.saved_classes import EFFICIENT_ROWS
 from ..operators.kernels import DTYPES
 from ..operators.workspace import attention as workspace
-from ..operators.workspace.reductions import round_up
+from ..operators.workspace.sizes import round_up
 from .call_rows import count_call, count_workspace
 
 MATH = "math"  # products, a softmax and a product

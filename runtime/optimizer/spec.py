@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -21,6 +21,7 @@ from ...ir.errors import PlanError
 from .importable import import_kwargs, lists_to_tuples, path_and_kwargs, resolve
 from .param_groups import ParamGroup, make_groups
 from .probe import FAILURES, TINY, WHOLE, Traits, find_traits, is_elementwise, tiny
+from .several import SeveralOptimizers
 from .state_shapes import Build, Shape, StateRow, find_states, step_plainly
 from .trial import check_params, options_of, require_class, try_groups
 
@@ -339,30 +340,3 @@ def _lists_to_tuples(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _total_bytes(states: Mapping[str, tuple[Shape, torch.dtype]]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in states.values())
-
-
-class SeveralOptimizers(torch.optim.Optimizer):
-    """Steps all of `members`, which share its groups and states, so that whoever reads or changes these here, as a
-    schedule does, reads and changes what the members step with.
-
-    `order`: for each member the numbers of its groups among all.
-    """
-
-    def __init__(self, members: Sequence[torch.optim.Optimizer], order: Sequence[Sequence[int]]):
-        self.members = list(members)
-        placed = {
-            index: group for own, at in zip(members, order) for index, group in zip(at, own.param_groups, strict=True)
-        }
-        names = set.intersection(*(set(member.defaults) for member in members))
-        defaults = {name: value for name, value in members[0].defaults.items() if name in names}
-        super().__init__([placed[index] for index in sorted(placed)], {})
-        self.defaults = defaults  # what all members have: schedules ask whether there are momenta
-        for member in members:
-            self.state.update(member.state)
-            member.state = self.state
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there before a step"
-        for member in self.members:
-            member.step()

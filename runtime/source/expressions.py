@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection
 
-import torch
-
 from ..functions.chains import fuse
 from ..functions.tiles import in_tiles
 from . import allowed
-from .names import FileNames, excerpt, refuse
+from .names import FileNames, excerpt, is_autograd_function, refuse
 
 RUN_REGIONS = {function.__name__: function for function in (in_tiles, fuse)}
 
@@ -132,8 +130,7 @@ class ExpressionCheck:
         if self.names.is_called(function):
             return
         owner = function.value if isinstance(function, ast.Attribute) and function.attr == "apply" else None
-        kind = None if owner is None else self.names.find(owner)
-        if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
+        if owner is not None and is_autograd_function(self.names.find(owner)):
             return
         found = self.names.find(function)
         if not allowed.is_function(found) and not any(found is kind for kind in allowed.CONSTRUCTORS):

@@ -17,7 +17,8 @@ from ..modules import Scope, Stage
 from .allowed import BUILTINS
 from .forward import check_forward
 from .members import check_init
-from .names import FileNames, check_signature, excerpt, refuse
+from .names import FileNames, excerpt, refuse
+from .signature import check_signature
 from .trust import Trust
 
 FUNCTIONS = ("step", "evaluate")

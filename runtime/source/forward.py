@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from ..modules import draw_at
 from .expressions import ExpressionCheck, is_member_chain, is_self
-from .names import FileNames, check_signature, excerpt, refuse
+from .names import FileNames, excerpt, refuse
+from .signature import check_signature
 
 
 def check_forward(function: ast.FunctionDef, names: FileNames, members: set[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.compiler.report.compiled import graphs_text
+from penstock.compiler.report.graphs import graphs_text
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir import ops
 from penstock.ir.errors import PlanError

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.graph.operators.record import GpuSize
 from penstock.graph.operators.table import workspace_bytes
 from penstock.graph.operators.workspace import attention
-from penstock.graph.operators.workspace.reductions import round_up
+from penstock.graph.operators.workspace.sizes import round_up
 from penstock.tests.gpu.operator_memory import ATTENTION, BF16, HOST_CODE_ONLY, OPERATORS, PACKED
 from penstock.tests.gpu.rehearsal import needs_documents, on_gpu, only_on_gpu
 from penstock.tests.shown_elsewhere import core_of

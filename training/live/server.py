@@ -20,9 +20,9 @@ from typing import Any
 
 from ...compiler.report.page.write import shared_script
 from ..listener import Listener, OfferRecord, RunFacts, StepRecord
-from ..plain import finite
 from .place import listen
-from .state import RunState, Snapshot
+from .plain import facts
+from .state import RunState
 
 PAGE = Path(__file__).with_name("page.html")
 HEADERS = {
@@ -37,7 +37,6 @@ UPDATE_S = 0.5  # from one update of a page to the next
 BEAT_S = 5.0  # without news, after which a page is told so: one that is closed is found out
 SOCKET_S = 5.0  # for which a browser may keep a thread waiting
 LOOK_S = 0.1  # from one look of the server to the next whether it shall stop
-NAMED = ("plan", "hardware", "strategy")  # what is shown of a run's configuration
 
 
 class PageServer(Listener):
@@ -158,33 +157,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Requests are not printed: the terminal is the run's."""
-
-
-def facts(now: Snapshot) -> dict[str, Any]:
-    """A snapshot as plain data for a page. Numbers that are not finite are null."""
-    run, last, slowest = now.run, now.last, now.slowest
-    found = {
-        "phase": now.phase,
-        "name": "" if run is None else run.name,
-        "about": {} if run is None else {key: run.config[key] for key in NAMED if key in run.config},
-        "step": now.step,
-        "total_steps": now.total_steps,
-        "remaining_s": now.remaining_s,
-        "loss": now.loss,
-        "tokens_per_s": now.tokens_per_s,
-        "step_s": now.step_s,
-        "predicted_s": now.predicted_s,
-        "learning_rate": last.learning_rates[0] if last is not None and last.learning_rates else None,
-        "gradient_norm": None if last is None else last.gradient_norm,
-        "model_flops_utilisation": None if last is None else last.model_flops_utilisation,
-        "busy_share": now.busy_share,
-        "slowest": None if slowest is None else dict(zip(("device", "stream", "share"), slowest)),
-        "peak_bytes": now.peak_bytes,
-        "limit_bytes": now.limit_bytes,
-        "curve": now.curve,
-        "evaluations": now.evaluations,
-        "offer": None if now.offer is None else {"step": now.offer.step, "text": now.offer.text, "how": now.offer.how},
-    }
-    plain = finite(found)
-    assert isinstance(plain, dict)
-    return plain

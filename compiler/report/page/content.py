@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ....ir import ops
 from ....ir.machine.hardware import Hardware
 from ....ir.program import Program, place_of
-from ....runtime.simulate import Span, Timeline
-from ....runtime.simulate.time_ranges import length, union
+from ....runtime.simulate import Timeline
 from ...folder import Folder
 from ...plan import Plan, Rival
 from ...search.what_helps import Help
@@ -24,11 +23,11 @@ from ..wear import wear_of
 from .held import memories
 from .machine import machine_facts
 from .spans import PRECISE, CodeLines, columns, measured_rows, predicted_rows, streams_of
+from .spent import spent_seconds
 
 MOST_RIVALS = 40
 LITTLE = 0.5  # of a device's budget; less is commented
 PASS = re.compile(r"[a-z0-9-]+(?:\{[^}]*\})?")  # of a pipeline's text
-KINDS = ("computation", "optimizer", "exposed transfers", "bubble")  # of what a step's time is spent on
 
 
 @dataclass(frozen=True)
@@ -191,20 +190,3 @@ def difference(plan: Plan, rival: Rival) -> str:
     if rival.micro_batches not in (None, plan.micro_batches):
         parts.append(f"{many(rival.micro_batches or 0, 'micro-batch', 'es')} instead of {plan.micro_batches}")
     return "; ".join(parts)
-
-
-def spent_seconds(spans: Iterable[Span], num_devices: int, step_s: float) -> list[dict[str, float]]:
-    """Seconds of each kind on each device, which add up to the step. Where several kinds go on at once, the first of
-    `KINDS` counts."""
-    by_device: list[list[Span]] = [[] for _ in range(num_devices)]
-    for span in spans:
-        by_device[span.device].append(span)
-    found = []
-    for own in by_device:
-        computing = union((s.start_s, s.end_s) for s in own if s.stream == ops.COMPUTE)
-        stepping = union([*computing, *((s.start_s, s.end_s) for s in own if s.stream == ops.CPU)])
-        moving = union([*stepping, *((s.start_s, s.end_s) for s in own)])
-        covered = [length(each) for each in (computing, stepping, moving)]
-        parts = [covered[0], covered[1] - covered[0], covered[2] - covered[1], max(0.0, step_s - covered[2])]
-        found.append(dict(zip(KINDS, parts)))
-    return found

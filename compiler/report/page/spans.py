@@ -12,29 +12,10 @@ from ....ir.calls import op_of
 from ....ir.program import Program, producer_of, work_of
 from ....ir.program.text import print_node
 from ....runtime.simulate import Span, Timeline
+from .kinds import kind_of
 
 ORDER = (ops.COMPUTE, ops.H2D, ops.D2H, ops.CPU)  # of a device's streams in the picture; others follow by name
 PRECISE = 10**7  # parts of a step in which times are given
-KINDS: dict[str, tuple[ops.Op, ...]] = {  # of work, which the page tells apart by colour
-    "forward": (ops.forward, ops.evaluate),
-    "backward": (ops.backward, ops.backward_input, ops.backward_weight),
-    "optimizer": (ops.step, ops.redo, ops.norm, ops.clip, ops.hook, ops.stash, ops.predict),
-    "to the device": (ops.load, ops.fetch),
-    "from the device": (ops.offload,),
-    "SSD": (ops.read, ops.write),
-    "messages": (
-        ops.send, ops.recv, ops.all_reduce, ops.all_gather, ops.reduce_scatter,
-        ops.all_to_all, ops.gather_parts, ops.scatter_sum, ops.sum_parts, ops.pass_on,
-        ops.to_experts, ops.from_experts,
-    ),
-    "other": (ops.add, ops.split, ops.own_part),
-}  # fmt: skip
-_KIND_OF = {op: kind for kind, members in KINDS.items() for op in members}
-
-
-def kind_of(node: fx.Node) -> str:
-    assert isinstance(node.target, ops.Op)
-    return _KIND_OF[node.target]
 
 
 class CodeLines:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from ..record import LARGEST, GpuSize
-from .reductions import ceil_div, round_up
+from .sizes import ceil_div, round_up
 
 FLASH_ROWS = 64  # queries of a block of threads in forward
 MOST_SPLITS = 128

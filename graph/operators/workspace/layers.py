@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..record import OperatorCall
-from .reductions import ceil_div, reduction_bytes
+from .reductions import reduction_bytes
+from .sizes import ceil_div
 
 FP32_BYTES = 4
 MANY_ROWS = 64 * 1024

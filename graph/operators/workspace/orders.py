@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import OperatorCall
-from .reductions import ceil_div
+from .sizes import ceil_div
 
 INDEX_BYTES = 8
 SORTED_IN_A_BLOCK = 4096  # elements of a row

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..record import GpuSize, OperatorCall
+from .sizes import ceil_div
 
 Dims = list[tuple[int, int]]  # size and stride, the smallest stride first
 MOST_THREADS = 512  # of a block
@@ -17,14 +18,6 @@ FEWEST, MOST = 16, 256  # values for one thread
 PART_BYTES = {torch.float64: 8, torch.int64: 8}  # of a part of a sum; 4 for all other dtypes
 WELFORD_BYTES = 16  # a part of a variance: mean, squares, and the count twice
 PLACED_BYTES = 16  # a part of a largest element: itself, and its place
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def ceil_div(size: int, part: int) -> int:
-    return -(-size // part)
 
 
 def reduction(call: OperatorCall) -> int:

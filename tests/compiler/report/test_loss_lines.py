@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from penstock.compiler.loss import capture
-from penstock.compiler.report.explain import loss_lines
+from penstock.compiler.report.loss import loss_lines
 from penstock.graph.loss_terms import LossTerm
 from penstock.tests.compiler.loss.rules import RULES, Loss, class_weights, masked_mean_at_least_one, plain, rows
 from penstock.tests.compiler.loss.test_whole_batch import TakesCount

@@ -17,9 +17,9 @@ import torch
 
 import penstock
 from penstock.compiler.report.page import write
-from penstock.compiler.report.page.content import KINDS, spent_seconds
+from penstock.compiler.report.page.kinds import KINDS as OP_KINDS
 from penstock.compiler.report.page.machine import machine_facts
-from penstock.compiler.report.page.spans import KINDS as OP_KINDS
+from penstock.compiler.report.page.spent import KINDS, spent_seconds
 from penstock.ir.errors import PlanError
 from penstock.ir.ops.table import ALL
 from penstock.runtime.simulate import Span, Timeline

@@ -15,7 +15,7 @@ from trl import SFTTrainer
 import penstock.integrations.trl
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.trl import PenstockSFTTrainer
-from penstock.integrations.trl.sft import NUM_TOKENS, PackedCollator
+from penstock.integrations.trl.packed import NUM_TOKENS, PackedCollator
 from penstock.tests.integrations.trl.case import (
     TOLERANCE,
     chats,

@@ -8,8 +8,9 @@ import math
 import pytest
 
 from penstock.tests.training.live.told import GIB, STEP_S, Clock, facts_of_run, record, tell
-from penstock.training.live.picture import bounds, braille
-from penstock.training.live.state import MOST_POINTS, Curve, RunState
+from penstock.training.live.curve import MOST_POINTS, Curve
+from penstock.training.live.plot import bounds, braille
+from penstock.training.live.state import RunState
 
 
 def test_rates_are_of_the_time_between_steps_and_the_step_of_the_devices() -> None:
