@@ -130,7 +130,7 @@ def _let_go(rows: deque[tuple[int, list[Tensor]]] | None, last: int) -> None:
 
 class Handle:
     """A value that the program's text names: its number among the values of a run. `maker`: the number of the op that
-    makes it on a stream. `stream`: as that of its box; `is_mixed`: its box may have others."""
+    makes it on a stream. `stream`: that of its box; `is_mixed`: whether the box may have tensors of others."""
 
     __slots__ = ("is_mixed", "maker", "number", "stream")
 
@@ -197,7 +197,7 @@ class Run:
         self.judged_as = state.bad_step.number if plan.trains and state.bad_step is not None else 0  # as it counts
         self.losses: list[tuple[Issue, Tensor]] = []  # of a GPU, in host memory once the op is over
         self.zeroed: set[tuple[str, int | None]] = set()  # stage and micro-batch of forwards that failed
-        # On a CPU device memory is given back when nobody holds it, whatever thread did.
+        # Of a GPU's memory alone: on a CPU device it is given back when nobody holds it, whatever thread did.
         self.loans: Loans = Loans() if before is None else before.loans
         self.first = self.loans.begin(len(plan.ops))
 
