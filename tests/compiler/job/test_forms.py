@@ -175,7 +175,7 @@ def test_old_forms_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices keep code of a few forms, and the host no more: neither images, nor files, nor what it counts by."""
     monkeypatch.setattr(forms, "MOST_FORMS", 3)
     first = [batch_of(SMALL, SMALL)] * 2
-    others = [batch_of(((1, 1 + i),), SMALL, seed=i) for i in range(3)]
+    others = [batch_of(((1, 1 + i),), SMALL, seed=i) for i in range(5)]
     with job_of(first) as job:
         assert_trains_like_eager(job, [[each, first[0]] for each in (*others, others[0])])
         inputs: Any = job._inputs
@@ -187,12 +187,12 @@ def test_old_forms_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_forms_in_a_step_than_devices_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "MOST_FORMS", 2)
-    batch = [batch_of(((1, 2 + i),), SMALL, seed=i) for i in range(3)]
-    with job_of([batch_of(SMALL, SMALL)] * 3) as job:
-        with pytest.raises(BatchError, match=r"more than 2 forms(.|\n)*round the sizes"):
+    monkeypatch.setattr(forms, "MOST_FORMS", 3)
+    batch = [batch_of(((1, 2 + i),), SMALL, seed=i) for i in range(4)]
+    with job_of([batch_of(SMALL, SMALL)] * 4) as job:
+        with pytest.raises(BatchError, match=r"more than 3 forms(.|\n)*round the sizes"):
             job.step(batch)
-        assert_trains_like_eager(job, [batch[:1] * 3, [batch_of(SMALL, SMALL, seed=9)] * 3])
+        assert_trains_like_eager(job, [[*batch[:2], *batch[:2]], [batch_of(SMALL, SMALL, seed=9)] * 4])
 
 
 def test_rows_of_other_lengths() -> None:

@@ -133,7 +133,9 @@ def batch_of(rows: int = 4) -> dict[str, Tensor]:
 
 
 CASES = [(style, count) for style in STYLES for count in (1, 2)]
-TELLING = [(hit_list, 2), (use_stack, 1), (skip_empty, 1), (branch, 1), (use_masks, 1), (sort_by_size, 2)]
+TELLING = [
+    (hit_list, 2), (use_stack, 1), (skip_empty, 1), (branch, 1), (use_masks, 1), (sort_by_size, 2), (ask_for_next, 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("style", "count"), slow_rows_but(TELLING, CASES))
