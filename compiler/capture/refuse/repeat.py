@@ -100,7 +100,7 @@ class Repeat(Replay):
 
     def _differ(self, step: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
         given, first = _numbers(*plain((args, kwargs))), _numbers(*plain((step.args, step.kwargs)))
-        values = ", ".join(f"{found!r} after {old!r}" for found, old in zip(given, first) if not same(found, old))
+        values = "; ".join(f"{found!r}, at first {old!r}" for found, old in zip(given, first) if not same(found, old))
         name = function_name(step.target, str(step.target))
         raise Misaligned(f"{self.lines.where()}\n  {name} is given {values or 'other tensors than at first'}")
 

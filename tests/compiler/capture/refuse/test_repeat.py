@@ -103,7 +103,7 @@ def switches_gradients_once(model: Any, h: Tensor) -> Tensor:
 
 REFUSED = {
     counts: "changes self.count of 'the model' (0, 1, 2) at every call",
-    counts_and_uses: "mul is given 2 after 1",
+    counts_and_uses: "mul is given 2, at first 1",
     appends: "self.history",
     counts_in_an_object: "self.own",
     toggles: "self.count",
