@@ -32,7 +32,7 @@ from ..packing.varying_inputs import Unread
 from .guard import Borrowed
 from .lines import SourceLines
 from .rows.sizes import RowTape, Tracked
-from .values.chosen import ChosenCount
+from .values.chosen_count import ChosenCount
 from .values.known import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")

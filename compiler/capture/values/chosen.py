@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,7 +32,8 @@ from ....ir.errors import CaptureError
 from ....runtime.functions.chosen import gradient_if
 from ....runtime.torch_names import DisableTorchFunction, FakeTensor, assert_async
 from ..rows.sizes import OtherTrace
-from .branches import ANSWERS, answer_about_length, span_of_branch
+from .branches import answer_about_length, span_of_branch
+from .chosen_count import ChosenCount
 from .fixed_sizes import is_mask, map_leaves
 
 NOT_CHOSEN = object()
@@ -602,46 +603,3 @@ def _is_of_rows(node: fx.Node, count: int) -> bool:
     """Whether a node does nothing but give values, in each of which there may be all rows."""
     sizes = [tensor.numel() for tensor in value_tensors(node.meta["val"])]
     return bool(sizes) and not any(n % count for n in sizes) and not node.meta.get("updates_buffers")
-
-
-def _refuse_use(self: ChosenCount, *_: Any) -> NoReturn:
-    self.chosen.refuse()
-
-
-class ChosenCount:
-    """A number of chosen rows, of which only the step knows whether there are any. `value`: the number of all rows,
-    which it is as an argument of a reshape; or its place in a list of sizes."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any, chosen: ChosenRows, of: MaskPlaces | None):
-        self.value, self.chosen, self.of = value, chosen, of
-
-    def __index__(self) -> int:
-        """Torch asks arguments, before it hands them over; anyone else is found out by the next call."""
-        if not isinstance(self.value, int):
-            self.chosen.refuse()
-        frame = sys._getframe(1)
-        self.chosen.read = frame, frame.f_lasti
-        return self.value
-
-    def __bool__(self) -> bool:
-        return self.chosen.decide(self, True, sys._getframe(1))
-
-
-def _compare(sign: str) -> Callable[[ChosenCount, Any], bool]:
-    def compare(self: ChosenCount, other: Any) -> bool:
-        if type(other) is not int or (sign, other) not in ANSWERS:
-            self.chosen.refuse()
-        return self.chosen.decide(self, ANSWERS[sign, other], sys._getframe(1))
-
-    return compare
-
-
-for _name, _sign in {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}.items():
-    setattr(ChosenCount, f"__{_name}__", _compare(_sign))
-for _name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod",
-    "rpow", "neg", "abs", "int", "float", "repr", "str", "format", "divmod", "and", "or", "xor", "invert",
-):  # fmt: skip
-    setattr(ChosenCount, f"__{_name}__", _refuse_use)
