@@ -321,9 +321,11 @@ def find_latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def remove_oldest(root: str | os.PathLike[str], keep: int) -> None:
-    """Remove the complete checkpoints in a directory, but for the `keep` of the highest steps. Others stay."""
+    """Remove the complete checkpoints in a directory, but for the `keep` of the highest steps. Others stay, and so does
+    what a save that is under way, in a thread or another process, writes beside them and renames."""
     root = Path(root)
-    found = [path for path in (root.iterdir() if root.is_dir() else ()) if (path / MANIFEST).is_file()]
+    places = [root / name for name in durable.names_in(root)] if root.is_dir() else []
+    found = [path for path in places if (path / MANIFEST).is_file()]
     for path in sorted(found, key=lambda path: read_manifest(path).step)[: max(0, len(found) - keep)]:
         (path / MANIFEST).unlink()  # first, as half a checkpoint is none
         shutil.rmtree(path)

@@ -301,6 +301,18 @@ def test_find_latest_takes_the_highest_step_and_passes_over_unfinished_saves(tmp
     assert find_latest(tmp_path / "step-2") == tmp_path / "step-2"
 
 
+def test_the_oldest_are_removed_and_saves_under_way_stay(tmp_path: Path) -> None:
+    model, opt = train()
+    for step in (9, 10, 2):
+        save(tmp_path / f"step-{step}", model, opt, "one", RunPosition(step=step))
+    under_way = checkpoint.begin(tmp_path / "step-1")
+    (under_way / checkpoint.MANIFEST).write_text("{")  # half a file, of another thread
+    checkpoint.remove_oldest(tmp_path, 1)
+    assert find_latest(tmp_path) == tmp_path / "step-10" and under_way.is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [under_way.name, "step-10"]
+    checkpoint.remove_oldest(tmp_path / "nowhere", 1)
+
+
 def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     model, opt = train()
     (tmp_path / "thesis.tex").write_text("years of work")
