@@ -69,7 +69,7 @@ def wait_for(element: Any, text: str) -> None:
     """Until the element's text begins so."""
     from playwright.sync_api import expect
 
-    expect(element).to_have_text(re.compile(f"^{re.escape(text)}"))
+    expect(element).to_have_text(re.compile(f"^{re.escape(text)}"), timeout=60_000)  # ms; other tests run beside it
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
