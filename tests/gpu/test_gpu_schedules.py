@@ -17,10 +17,11 @@ from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+OF_RANKS = ["1f1b", "mobius", "zero3-offload"]  # of the core, by ranks of torchrun; others by workers
 pytestmark = [*on_gpu, only_on_gpu, two_gpus, pytest.mark.multi]
 
 
-@pytest.mark.parametrize("strategy", core_of(("1f1b", "mobius", "mics", "fuyou"), SCHEDULES))  # torchrun has all
+@pytest.mark.parametrize("strategy", core_of(("zero-bubble", "mics", "fuyou"), SCHEDULES))
 def test_workers_on_two_gpus(strategy: str) -> None:
     apart = train(strategy)
     assert apart.fits("fp32"), apart
@@ -38,8 +39,17 @@ def test_workers_on_two_gpus_in_low_precision(strategy: str, precision: str) -> 
     assert apart.fits(precision), apart
 
 
-@pytest.mark.parametrize("names", [pytest.param(SCHEDULES, marks=pytest.mark.emulated_core), TEAMS, TURNS])
-def test_ranks_of_torchrun_on_two_gpus(names: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(OF_RANKS, marks=pytest.mark.emulated_core),
+        [name for name in SCHEDULES if name not in OF_RANKS],
+        list(TEAMS),
+        list(TURNS),
+    ],
+    ids=["core", "others", "teams", "turns"],
+)
+def test_ranks_of_torchrun_on_two_gpus(names: list[str]) -> None:
     """All of them one after the other in the same two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "penstock.tests.gpu.two_gpus", *names]
@@ -47,7 +57,7 @@ def test_ranks_of_torchrun_on_two_gpus(names: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for rank in range(2):
-        assert [row["name"] for row in rows if row["rank"] == rank] == list(names)
+        assert [row["name"] for row in rows if row["rank"] == rank] == names
     assert all(row["within"] and row["retries"] == 0 for row in rows), rows
 
 
