@@ -92,10 +92,8 @@ class BatchView:
             node = waiting.pop()
             if not self.depends(node) or is_item_count(node):
                 found.update({node: None} if is_item_count(node) else {})
-            elif reduction_of(self.graph, node) and not is_scalar(node.args[0]):
-                if not all(map(self.keeps_rows_apart, node.all_input_nodes)):
-                    return None
-                found[node] = None
+            elif reduction_of(self.graph, node) and all(map(self.keeps_rows_apart, node.all_input_nodes)):
+                found[node] = None  # of one row it may be one number
             elif not is_scalar(node) or not node.all_input_nodes or self.flow.writers(node):
                 return None
             else:

@@ -30,6 +30,7 @@ from penstock.tests.compiler.loss.rules import (
     ratio_of_means,
     rows,
     two_counts,
+    weighted_rows,
 )  # fmt: skip
 from penstock.tests.compiler.loss.whole_batch import ROWS, Step, compile_job, eager_step, job_step, token_rows
 from penstock.tests.compiler.reasons import reasons_of
@@ -56,6 +57,12 @@ SEEN = (class_weights, likelihood, criterion, masked_mean, ratio_of_means, label
 def test_every_rule_counts_over_the_whole_batch(rule: Any) -> None:
     model, batch = Loss(rule), rows()
     assert_whole(job_step(compile_job(model, batch, 1, "balanced", 4), batch), eager_step(model, batch))
+
+
+@pytest.mark.parametrize("rule", slow_but((weighted_rows, masked_mean), RULES), ids=lambda rule: rule.__name__)
+def test_every_rule_counts_over_micro_batches_of_one_row(rule: Any) -> None:
+    model, batch = Loss(rule), rows()
+    assert_whole(job_step(compile_job(model, batch, 1, "balanced", ROWS), batch), eager_step(model, batch))
 
 
 @pytest.mark.slow
