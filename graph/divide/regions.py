@@ -185,8 +185,8 @@ def _places(
         for tensor in value_tensors(node.meta["val"]):
             follower.states[id(tensor)] = ByRow(dim=dim, inner=inner)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for i, node in enumerate(nodes):
-            follower.node(i, node)
+        for node in nodes:
+            follower.node(node)
             states = [follower.state(tensor) for tensor in value_tensors(node.meta["val"])]
             if node in follower.found or not all(isinstance(s, ByRow) and s.order is None for s in states):
                 return None

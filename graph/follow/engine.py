@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ...runtime.functions.chosen import gradient_if
 from ...runtime.stage.operators import written_tensors
 from ...runtime.torch_names import TorchDispatchMode
+from ..dataflow import Dataflow
 from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators.calls import call_key
@@ -49,28 +50,35 @@ Met = tuple[Kind, str]  # in what way rows met, and in which operator of torch
 @dataclass
 class Trail:
     """The results of following. `met` has the ways in which rows met at each node, `reaching` the nodes of these that
-    the loss depends on, `numbers` the plain numbers that each node multiplied by, `by_rows` the nodes that write what
-    rows influence into buffers.
+    the loss depends on, `numbers` the plain numbers that each node multiplied by of those that the loss is made of,
+    `by_rows` the nodes that write what rows influence into buffers.
     `is_clear`: False where one row was too few to tell what happens."""
 
     loss: RowState = field(default_factory=Free)
     met: dict[fx.Node, list[Met]] = field(default_factory=dict)
     reaching: frozenset[fx.Node] = frozenset()
-    numbers: list[list[float]] = field(default_factory=list)
+    numbers: dict[fx.Node, Sequence[float]] = field(default_factory=dict)
     by_rows: frozenset[fx.Node] = frozenset()
     is_clear: bool = True
 
+    def has_calls_of(self, other: Trail) -> bool:
+        """Whether the loss is made by the same calls, in the same order."""
+        ours, theirs = ([(node.target, len(row)) for node, row in each.numbers.items()] for each in (self, other))
+        return ours == theirs
 
-Powers = Sequence[Sequence[float | None]]  # per node and number: its growth with the number of rows, None if irregular
+
+Powers = Mapping[
+    fx.Node, Sequence[float | None]
+]  # of each number: its growth with the number of rows, None if irregular
 
 
 def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind: str = "cpu") -> Trail:
     """Follow `rows` rows through the graph. Without `powers` the scale of what was multiplied by a number is unsure."""
     follower = Follower(graph, rows, powers)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast):
-        for i, node in enumerate(graph.nodes):
+        for node in graph.nodes:
             if node.op != "output":
-                follower.node(i, node)
+                follower.node(node)
     return follower.trail(graph.outputs["loss"])
 
 
@@ -82,8 +90,8 @@ def keeps_rows(graph: OpGraph, nodes: Sequence[fx.Node], given: Set[fx.Node], ro
         for tensor in value_tensors(node.meta["val"]):
             follower.states[id(tensor)] = ByRow(dim=0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for i, node in enumerate(nodes):
-            follower.node(i, node)
+        for node in nodes:
+            follower.node(node)
             states = (follower.state(tensor) for tensor in value_tensors(node.meta["val"]))
             if node in follower.found or not all(map(_is_in_place, states)):
                 return node
@@ -100,8 +108,8 @@ def meeting_rows(
         for tensor in value_tensors(node.meta["val"]):
             follower.states[id(tensor)] = ByRow(dim=dim)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for i, node in enumerate(nodes):
-            follower.node(i, node)
+        for node in nodes:
+            follower.node(node)
             if node in follower.found:
                 return node
     states = {n: map(follower.state, value_tensors(n.meta["val"])) for n in ends}
@@ -113,11 +121,11 @@ def keeps_rows_apart(graph: OpGraph, nodes: Sequence[fx.Node], value: fx.Node, r
     over all of them is the sum of the parts' sums. The nodes depend on nothing but the batch and constants."""
     follower = _ConstantsByRow(graph, rows, None)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for i, node in enumerate(nodes):
+        for node in nodes:
             entering = value_tensors(node.meta["val"]) if node.op == "placeholder" else ()
             if "eval_args" in node.meta or any(not t.dim() or t.shape[0] != rows for t in entering):
                 return False
-            follower.node(i, node)
+            follower.node(node)
     tensors = list(value_tensors(value.meta["val"]))
     return all(isinstance(follower.state(t), ByRow) and not follower.origins.get(id(t)) for t in tensors)
 
@@ -149,7 +157,7 @@ class Follower(TorchDispatchMode):
         self.sharing: dict[int, list[torch.Tensor]] = {}  # storage -> its tensors of nodes
         self.known: dict[Hashable, Effect] = {}
         self.found: dict[fx.Node, list[Met]] = {}
-        self.numbers: list[list[float]] = []
+        self.numbers: dict[fx.Node, Sequence[float]] = {}
         self.by_rows: set[fx.Node] = set()
         self.now: tuple[list[Met], list[float]] = ([], [])
         self.own_powers: Sequence[float | None] | None = None
@@ -181,17 +189,17 @@ class Follower(TorchDispatchMode):
 
     # --- nodes
 
-    def node(self, index: int, node: fx.Node) -> None:
+    def node(self, node: fx.Node) -> None:
         """Find the states of a node's tensors."""
         tensors = list(value_tensors(node.meta["val"]))
-        self.now, self.own_powers = ([], []), self.powers[index] if self.powers is not None else None
+        self.now, self.own_powers = ([], []), None if self.powers is None else self.powers.get(node, ())
         if node.op == "placeholder":
             effect = Effect(tuple(self.entering(str(node.target), t) for t in tensors), (), ())
         elif node.op == "get_attr" or is_mode_switch(node):
             effect = Effect(tuple(self.state(t) for t in tensors), (), ())
         else:
             effect = self._compare_values(node, tensors, self._call_effect(node, tensors))
-        self.numbers.append(list(effect.numbers))
+        self.numbers[node] = effect.numbers
         effect = self._compare_rows(node, tensors, effect)
         if effect.met:
             self.found[node] = list(effect.met)
@@ -251,9 +259,6 @@ class Follower(TorchDispatchMode):
         return ByRow(dim=0, inner=inner, step=ANY_STEP if name in self.graph.places else 0)
 
     def _call_effect(self, node: fx.Node, tensors: list[torch.Tensor]) -> Effect:
-        if node.target in (torch.tensor, torch.as_tensor) and isinstance(node.args[0], (int, float)):
-            state = Free(scale=self.scale(node.args[0]))  # no operator of torch shows the number
-            return Effect((state,) * len(tensors), (), tuple(self.now[1]))
         key = None if node.meta["mutates"] or self.own_powers is not None else self._key(node)
         if key is not None and key in self.known:
             return self.known[key]
@@ -401,7 +406,7 @@ class Follower(TorchDispatchMode):
         self.operator = operator_name(func)
         call = RowCall(self, func, args, kwargs, out)
         found = self._effect_of(call)
-        states = found if isinstance(found, list) else [found] * len(made)
+        states = self._unsure(call, found if isinstance(found, list) else [found] * len(made))
         self._note_row_counts(call, states)
         assert len(states) >= len(made), f"the rule of {call.name} lacks results"
         for tensor, state in zip(made, states):
@@ -413,12 +418,22 @@ class Follower(TorchDispatchMode):
             self._spread_state(tensor)
         return out
 
+    def _unsure(self, call: RowCall, states: list[RowState]) -> list[RowState]:
+        """The states, where a rule says nothing of the scale of constants that are made of scaled constants."""
+        known = operator_of(call.func)
+        scales = {state.scale for t in call.tensors() if isinstance(state := self.state(t), Free) and not state.is_zero}
+        if known.rows is multiply or known.elements is Elements.NONE or scales <= {ONE}:
+            return states
+        is_lost = [isinstance(state, Free) and not state.is_zero and state.scale == ONE for state in states]
+        return [replace(s, scale=Scale(unsure=True)) if lost else s for s, lost in zip(states, is_lost)]
+
     def _note_row_counts(self, call: RowCall, states: Sequence[RowState]) -> None:
         """Note a number that the number of rows makes, other than as a factor that the result has in its scale."""
         if operator_of(call.func).rows is multiply:
             return
         counted = [self.scale(number) for number in call.numbers()]
-        before = {state.scale for t in call.tensors() if isinstance(state := self.state(t), ByRow | OneRow)} - {ONE}
+        operands = [self.state(tensor) for tensor in call.tensors()]
+        before = {state.scale for state in operands if not (isinstance(state, Free) and state.is_zero)} - {ONE}
         is_lost = any(isinstance(state, ByRow | OneRow) and state.scale not in before for state in states)
         is_read = set(counted) != {ONE} and all(state.scale == ONE for state in states)
         if self.own_powers is not None and ((counted and is_read) or (before and is_lost)):
@@ -461,7 +476,9 @@ class Follower(TorchDispatchMode):
         is_clear = self.is_clear and not (isinstance(state, ByRow) and self.rows == 1)
         state = Mixed() if isinstance(state, ByRow | OneRow) else state
         reaching = self.origins.get(id(tensor), frozenset())
-        return Trail(state, self.found, reaching, self.numbers, frozenset(self.by_rows), is_clear)
+        above = Dataflow(self.graph.nodes).ancestors([loss])
+        numbers = {node: numbers for node, numbers in self.numbers.items() if node in above}
+        return Trail(state, self.found, reaching, numbers, frozenset(self.by_rows), is_clear)
 
 
 class _ConstantsByRow(Follower):
@@ -480,13 +497,16 @@ class _ConstantsByRow(Follower):
         return state
 
 
-def powers_of(first: Trail, rows: int, second: Trail, other_rows: int) -> list[list[float | None]] | None:
-    """The powers by which each number that nodes multiplied by grows with the number of rows, from two graphs of the
-    same model; None if these are of different calls."""
-    if [len(row) for row in first.numbers] != [len(row) for row in second.numbers]:
-        return None
-    ratio = math.log(other_rows / rows)
-    return [[_power(a, b, ratio) for a, b in zip(*rows)] for rows in zip(first.numbers, second.numbers)]
+def powers_of(first: Trail, rows: int, second: Trail, other_rows: int) -> Powers:
+    """The powers by which each number that the nodes of the first graph multiplied by grows with the number of rows, by
+    another graph of the same model. Where that one has other calls, as of a loop over rows, it tells only whether it
+    has the same numbers."""
+    ratio, theirs = math.log(other_rows / rows), second.numbers.values()
+    if first.has_calls_of(second):
+        pairs = zip(first.numbers.items(), theirs)
+        return {node: [_power(a, b, ratio) for a, b in zip(row, other)] for (node, row), other in pairs}
+    is_same = {*itertools.chain(*first.numbers.values())} == {*itertools.chain(*theirs)}
+    return {node: [0.0 if is_same else None] * len(row) for node, row in first.numbers.items()}
 
 
 def _power(first: float, second: float, ratio: float) -> float | None:
@@ -495,7 +515,7 @@ def _power(first: float, second: float, ratio: float) -> float | None:
     if first * second <= 0 or not math.isfinite(first * second):
         return None
     power = math.log(second / first) / ratio
-    return float(round(power)) if abs(power - round(power)) < 1e-9 else None
+    return float(round(power)) if abs(power - round(power)) < 1e-6 else None  # numbers of tensors are rounded to fp32
 
 
 def _partly(old: Free, new: Free, written: torch.Tensor, other: torch.Tensor) -> Free:

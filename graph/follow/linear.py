@@ -35,7 +35,7 @@ def effect_of(graph: OpGraph, node: fx.Node, given: Mapping[fx.Node, RowState], 
         for operand, state in given.items():
             follower.states |= {id(tensor): state for tensor in value_tensors(operand.meta["val"])}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            follower.node(0, node)
+            follower.node(node)
         states = tuple(follower.state(tensor) for tensor in value_tensors(node.meta["val"]))
         return Effect(states, tuple(follower.found.get(node, ())), ())
 

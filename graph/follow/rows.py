@@ -6,7 +6,7 @@ a mean or a sum over rows, and which buffers forward updates whatever the rows a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Set
+from collections.abc import Callable, Hashable, Iterable, Set
 
 from pydantic import BaseModel, ConfigDict
 from torch import fx
@@ -15,9 +15,10 @@ from ...ir.calls import function_name
 from ...ir.errors import CaptureError
 from ..blocks import structural_hash
 from ..dataflow import Dataflow
+from ..loss_terms import LossTerm
 from ..operators.states import Kind, Mixed
 from ..opgraph import OpGraph, value_tensors
-from .engine import Powers, Trail, follow, powers_of
+from .engine import Trail, follow, powers_of
 
 GraphOf = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 
@@ -79,16 +80,30 @@ def row_facts(
     except CaptureError:
         return _facts(graph, trail)
     other_trail = follow(other, other_rows, device_kind=device_kind)
-    powers: Powers | None = powers_of(trail, rows, other_trail, other_rows)
-    if is_said and not any(power != 0 for row in powers or () for power in row):
+    powers, is_alike = powers_of(trail, rows, other_trail, other_rows), trail.has_calls_of(other_trail)
+    if is_said and is_alike and not any(power != 0 for row in powers.values() for power in row):
         return _facts(graph, trail)
     ours, theirs = _repeated_updates(graph, trail), _repeated_updates(other, other_trail)
     same = {name for name, update in ours.items() if theirs.get(name) == update}
+    terms = graph.loss.terms
     if rows == 1:  # more rows show more
-        graph, rows, trail = other, other_rows, other_trail
-    if powers is not None:
-        trail = follow(graph, rows, powers, device_kind)
-    return _facts(graph, trail, same)
+        powers = powers_of(other_trail, other_rows, trail, rows)
+        graph, rows = other, other_rows
+    found = _facts(graph, follow(graph, rows, powers, device_kind), same, terms)
+    if is_alike or rows == batch_size:
+        return found
+    whole = trace(1)  # which may do what no part does
+    powers = powers_of(follow(whole, batch_size, device_kind=device_kind), batch_size, trail, batch_size // count)
+    of_whole = _facts(whole, follow(whole, batch_size, powers, device_kind), same)
+    return _join(found, of_whole, str(whole.outputs["loss"].meta["source"]))
+
+
+def _join(facts: RowFacts, whole: RowFacts, source: str) -> RowFacts:
+    """The facts of a part and of the whole batch, of a model that makes other calls for other numbers of rows.
+    `source`: the line of the loss."""
+    counted = [] if facts.power == whole.power else [Coupling(kind=Kind.ROW_COUNT, operator="loss", source=source)]
+    couplings = dict.fromkeys((*facts.couplings, *whole.couplings, *counted))
+    return facts.model_copy(update={"couplings": tuple(couplings)})
 
 
 def _says_all(trail: Trail, rows: int) -> bool:
@@ -121,7 +136,8 @@ def _repeated_updates(graph: OpGraph, trail: Trail) -> dict[str, Hashable]:
     return found
 
 
-def _facts(graph: OpGraph, trail: Trail, repeated: Set[str] = frozenset()) -> RowFacts:
+def _facts(graph: OpGraph, trail: Trail, repeated: Set[str] = frozenset(), terms: Iterable[LossTerm] = ()) -> RowFacts:
+    """The facts that a trail tells. `terms`: those of another graph of the model."""
     found, updates = list[Coupling](), list[Coupling]()
     for node, met in trail.met.items():
         for kind, operator in met:
@@ -136,7 +152,7 @@ def _facts(graph: OpGraph, trail: Trail, repeated: Set[str] = frozenset()) -> Ro
         source = str(graph.outputs["loss"].meta["source"])
         found.append(Coupling(kind=Kind.ROW_COUNT if scale.unsure else Kind.UNKNOWN, operator="loss", source=source))
     known = {coupling.source for coupling in found}
-    for term in graph.loss.terms:
+    for term in (*graph.loss.terms, *terms):
         if term.kind == "uncounted" and term.source not in known:
             found.append(Coupling(kind=Kind.COUNT, operator=term.counts, source=term.source))
     is_scaled = not scale.unsure and not graph.loss.rules.by_user  # the user's own rule weighs what there is

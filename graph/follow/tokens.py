@@ -96,9 +96,9 @@ def token_facts(graph: OpGraph, length: int, device_kind: str = "cpu", along: in
     facts = TokenFacts(length)
     follower = _TokenFollower(graph, facts, along)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast):
-        for i, node in enumerate(graph.nodes):
+        for node in graph.nodes:
             if node.op != "output":
-                follower.node(i, node)
+                follower.node(node)
     return facts
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from ...runtime.torch_names import disable_current_modes
 from .kernels import no_kernel
 from .pointwise import combine, operands, spread
 from .record import Elements, RowCall, constants, nonlinear, nothing, plain, record
 from .reductions import total_of
-from .states import ByRow, Free, Kind, Mixed, OverRows, RowState, differs, whole
+from .states import ONE, ByRow, Free, Kind, Mixed, OverRows, RowState, Scale, differs, whole
 from .workspace import layers as workspace_layers
 
 
@@ -83,7 +85,7 @@ def elementwise_loss(call: RowCall) -> RowState:
     if reduction == 0:
         return combine(call, parts, call.results()[0].shape)
     whole = torch.broadcast_shapes(*(shape for _, shape in parts))
-    return total_of(call, [combine(call, parts, whole)], reduction)
+    return total_of(call, [combine(call, parts, whole), *(state for state, _ in parts)], reduction)
 
 
 def class_loss(call: RowCall) -> list[RowState]:
@@ -106,7 +108,7 @@ def _loss_of_classes(call: RowCall) -> RowState:
     if rows and isinstance(target, Free) and differs(target, 0, rows[0].inner, call.rows):
         call.watcher.note(Kind.ROW_NUMBER)
     if call["reduction"] != 0:
-        return total_of(call, [state, target], call["reduction"])
+        return total_of(call, [state, target, call.state("weight")], call["reduction"])
     return ByRow(dim=next(iter(dims))[0], inner=rows[0].inner, order=rows[0].order) if rows else Free()
 
 
@@ -161,12 +163,29 @@ def create(call: RowCall) -> RowState:
     return Free(is_zero=number == 0, scale=call.watcher.scale(number))
 
 
+def lift(call: RowCall) -> RowState:
+    """A new value of plain numbers, each in its place."""
+    value = call.tensor("self")
+    with disable_current_modes():
+        numbers = (torch.view_as_real(value) if value.is_complex() else value).flatten().tolist()
+    return Free(_scale_of(call, numbers), whole(range(value.dim())), is_zero=not any(numbers))
+
+
 def arange(call: RowCall) -> RowState:
     out = call.results()[0]
     step = call.given.get("step") or 1
+    is_stepped = call.name in ("arange", "range")  # to an end, which no value depends on
     is_counting = call.name == "arange" and not call.given.get("start") and not out.is_floating_point()
+    names = ("start", "step") if is_stepped else ("start", "end", "steps", "base", "window_length")
+    numbers = [number for name in names if isinstance(number := call.given.get(name), int | float)]
     counts = (0, int(step)) if is_counting else None
-    return Free(varies=whole(range(out.dim())), counts=counts)
+    return Free(_scale_of(call, numbers), whole(range(out.dim())), counts)
+
+
+def _scale_of(call: RowCall, numbers: Sequence[float]) -> Scale:
+    """The scale of a value that is made of these numbers."""
+    scales = {call.watcher.scale(number) for number in numbers} or {ONE}
+    return scales.pop() if len(scales) == 1 else Scale(unsure=True)
 
 
 def recurrent(call: RowCall) -> list[RowState]:
@@ -218,6 +237,7 @@ record("_ctc_loss", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss", rows=aligned_loss)
 record("_cdist_forward", rows=distances)
 record("_pdist_forward", rows=own_distances)
 record("zeros", "ones", "full", "scalar_tensor", rows=create, workspace=nothing)
+record("lift_fresh", rows=lift, elements=Elements.SAME)
 record(
     "empty", "empty_strided", "new_empty_strided", "empty_permuted", rows=create, workspace=nothing, kernel=no_kernel,
 )  # fmt: skip

@@ -256,7 +256,7 @@ record(
 record("isin", rows=membership)
 record("view_as_real", "view_as_complex", rows=complex_parts)
 record("clone", "_to_copy", rows=same, elements=Elements.SAME, workspace=nothing)
-record("detach", "alias", "lift_fresh", rows=same, elements=Elements.SAME)
+record("detach", "alias", rows=same, elements=Elements.SAME)
 record("neg", "_conj", "_neg_view", rows=same)
 record("copy", rows=copy, workspace=nothing)
 record("add", "sub", "rsub", "lerp", rows=add)

@@ -140,14 +140,14 @@ def histogram(call: RowCall) -> RowState:
     mixed = nonlinear(call, state)
     if mixed is not None:
         return mixed
-    return OverRows(scale=PER_ROW) if isinstance(state, ByRow) else Free(varies=whole({0}))
+    return _total(PER_ROW, [state]) if isinstance(state, ByRow) else Free(varies=whole({0}))
 
 
 def search_places(call: RowCall) -> RowState:
     """Positions of constants among sorted rows are counts of rows."""
     among, wanted = call.state("sorted_sequence"), call.state("self")
     if isinstance(among, ByRow) and among.order is not None and isinstance(wanted, Free):
-        return OverRows(scale=PER_ROW)
+        return _total(PER_ROW, [among, wanted])
     if isinstance(among, Free) and call["sorted_sequence"].dim() == 1:
         return nonlinear(call, wanted) or plain(together(call, operands(call, "self"), call.results()[0].shape))
     return nonlinear(call, among, wanted) or call.mix(Kind.ACROSS)
@@ -160,7 +160,12 @@ def total_of(call: RowCall, states: Sequence[RowState], reduction: int) -> RowSt
         return mixed
     if not any(isinstance(state, ByRow) for state in states):
         return Free()
-    return OverRows(scale=ONE if reduction == 1 else PER_ROW)
+    return _total(ONE if reduction == 1 else PER_ROW, states)
+
+
+def _total(scale: Scale, states: Sequence[RowState]) -> OverRows:
+    """A total over rows that is not linear in its operands, so that a factor of theirs is no factor of it."""
+    return OverRows(scale=replace(scale, unsure=any(state.scale != ONE for state in states)))
 
 
 __all__ = ["Mixed", "dims_of", "drop_dims", "reduce_along", "total_of"]

@@ -205,7 +205,27 @@ def _balanced(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(h, y) + 0.01 * (chosen.mean(0) * h.softmax(-1).mean(0)).sum()
 
 
+def _centred_if_even(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    return ((h - h.mean(0)) if len(h) % 2 == 0 else h).square().mean()
+
+
+def _each_and_their_number(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    return (torch.stack([row.tanh() for row in h]) + torch.ones(len(h)).sum() / 10).square().mean()
+
+
+def _rows_in_a_list(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    return (h * h.new_tensor([len(h) / 3, *range(1, FEATURES)])).tanh().mean()
+
+
 COUPLED: dict[str, Loss] = {
+    "shares in a loss": lambda model, h, y: F.mse_loss(h / len(h), h.detach().sin()),
+    "losses of classes times rows": lambda model, h, y: F.nll_loss(h.log_softmax(-1) * len(h), y),
+    "weights times rows": lambda model, h, y: h.mean() * F.mse_loss(model.layer.weight * len(h), model.layer.weight),
+    "bound of a loss by rows": lambda model, h, y: F.huber_loss(h, h.detach().cos(), delta=len(h) / 8),
+    "rows in a list": _rows_in_a_list,
+    "up to the number of rows": lambda model, h, y: (h * torch.linspace(0, len(h), FEATURES)).tanh().mean(),
+    "each row and their number": _each_and_their_number,
+    "centred if their number is even": _centred_if_even,
     "shares squared": lambda model, h, y: (h / len(h)).square().mean(),
     "scores times rows": lambda model, h, y: F.cross_entropy(h * len(h), y),
     "a share and the whole": lambda model, h, y: (h / len(h) + h).mean(),
