@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from ..graph.operators.table import workspace_bytes
-from ..ir.errors import PlanError
+from ..ir.errors import CaptureError, PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.ops import DEVICE, DRAM
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
@@ -61,6 +62,7 @@ from .plan import Plan
 from .profile.profile import make_profiler
 from .search.attempts import Wishes
 from .search.candidate import Candidate
+from .stale import level_of_user
 
 IN_PLANS = ("micro_batches", "precision", "gradient_dtype", "boundary_dtype", "max_grad_norm")  # wishes that a plan has
 
@@ -268,7 +270,16 @@ class Request:
         kind, types = self.device_kind, types_of(self.types)
         options = TraceOptions(loss_fn=self.loss_fn, device_kind=kind, count_items=count, **types)
         batch, apart = self.batch, bool(join_example(as_dicts(self.example_inputs))[1])
-        found = Prologue.find(self.model, batch.inputs, batch.shape.size, options, error, self._is_one, apart)
+        try:
+            found = Prologue.find(self.model, batch.inputs, batch.shape.size, options, error, self._is_one, apart)
+        except CaptureError as miss:
+            if self.micro_batches != "auto" or apart:
+                raise
+            whole = replace(self, micro_batches=1).with_prologue(error)
+            warnings.warn(
+                f'micro_batches="auto" means one micro-batch: {str(miss).splitlines()[0]}', stacklevel=level_of_user()
+            )
+            return whole
         return replace(self, prologue=found)
 
     def form_request(self, micro_batch: Mapping[str, Any], count: int) -> Request:

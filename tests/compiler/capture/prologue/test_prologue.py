@@ -371,6 +371,9 @@ def test_rows_that_meet_in_a_prologue_are_no_micro_batches() -> None:
         job_of(Shared(), batch, micro_batches=2)
     with job_of(Shared(), batch, micro_batches=1) as job:
         assert_trains_like_eager(job, [batch])
+    options, hardware = {**OPTIONS, "example_inputs": batch, "micro_batches": "auto"}, penstock.Hardware.cpu(1)
+    with pytest.warns(UserWarning, match=r'"auto" means one micro-batch: .*max\(height'):
+        assert penstock.compile(Shared(), hardware, **options).plan.micro_batches == 1
 
 
 def test_rows_that_meet_in_a_later_batch_alone_are_refused_with_it() -> None:
