@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 
 from ...ir import ops
 from ...ir.errors import PassError
-from ...ir.program import StageHome, StageSpec, bytes_of_homes, members_of
-from ...runtime.device.exchange import seats_of
+from ...ir.program import StageHome, StageSpec, bytes_of_homes, members_of, seats_of
 from ..base import Pass
 from ..decisions import FETCH, SHARDING, Decision, MemoryName, Sharding
 from ..draft import Draft

@@ -10,7 +10,7 @@ from penstock.compiler.pipeline import parse_pipeline, run_passes
 from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import persistent_bytes, profile_memory
+from penstock.ir.program import bind, gpu_connections, persistent_bytes, profile_memory
 from penstock.passes.draft import Draft
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import assert_trains_like_eager, chain, draft_of, text_of, trace_case
@@ -78,6 +78,19 @@ def test_groups_over_hosts_gather_in_a_hierarchy() -> None:
     assert "hierarchical" not in text_of(flat)
     with pytest.raises(PassError, match="hierarchical=true needs groups with the same number of members"):
         make_draft(line("hierarchical=true"), hosts=2)
+
+
+def test_a_gpu_connects_to_other_hosts_and_inside_its_own_for_a_hierarchy() -> None:
+    """Beside ring and tree of the group: messages to and from another host, and a communicator of the own host."""
+    hardware = Hardware.cpu(num_devices=6, hosts=3)
+    gpus = [device.model_copy(update={"kind": "cuda"}) for device in hardware.devices]
+    found = []
+    for how in ("false", "true"):
+        draft = draft_of(chain(depth=2), hardware, micro_batches=6)
+        run_passes(draft, parse_pipeline(line(f"tier=device, hierarchical={how}", mesh="shards=6"), 6))
+        made = gpu_connections(bind(draft.programs), hardware.model_copy(update={"devices": gpus}))
+        found += {(each.groups, each.connections) for each in made.values()}
+    assert found == [(1, 4), (2, 8)]
 
 
 def test_a_saved_decision_gives_the_same_programs() -> None:
