@@ -49,7 +49,9 @@ _AFTER_GRAPH: dict[str, str] = {
     "metis": CROSSED.replace("partition-balanced", "partition-metis"),
     "ftpipe-layers": CROSSED.replace("partition-balanced", "partition-mixed"),
     "async": "coarsen, partition-balanced{stages=devices, asynchronous=true}, map-round-robin, schedule-async",
-    "ftpipe-async": "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async",
+    "ftpipe-async": (
+        "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async{weights=predict}"
+    ),
 }
 # What the model computes is put in its best form before blocks are found in it.
 BEFORE_BLOCKS = ", ".join(name for name, kind in PASSES.items() if kind.everywhere)
