@@ -13,6 +13,10 @@ PIPELINE = (
 ONE_EACH = PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}")
 LOOPED = PIPELINE.replace("partition-balanced", "partition-balanced{stages=2*devices}")
 CROSSED = PIPELINE.replace("map-round-robin", "map-cross")
+ZERO = (
+    "coarsen, mesh{shards=devices}, partition-min-stage, map-round-robin, schedule-1f1b, insert-remat, "
+    "insert-shard{tier=device, hold_all=true}"
+)
 WITH_SSD = "choose-activations, insert-fetch, insert-ssd, overlap-optimizer"
 _AFTER_GRAPH: dict[str, str] = {
     "mobius": f"{CROSSED.replace('partition-balanced', 'partition-mip')}, take-turns",
@@ -32,6 +36,8 @@ _AFTER_GRAPH: dict[str, str] = {
         "coarsen, mesh, partition-balanced{stages=devices}, map-round-robin, schedule-1f1b, insert-remat, "
         "insert-fetch, insert-optimizer"
     ),
+    "zero1": f"{ZERO}, insert-two-hop{{every=step}}, insert-optimizer",
+    "zero2": f"{ZERO}, insert-two-hop, insert-optimizer",
     "zero3-offload": (
         "coarsen, mesh{shards=devices}, partition-min-stage, map-round-robin, schedule-pipeline, "
         "insert-remat{always=true}, insert-shard{tier=dram, prefetch=1, hold=false}, insert-optimizer"

@@ -69,6 +69,16 @@ def test_a_group_over_two_hosts_trains_as_eager(tier: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_layouts_by_name_train_as_eager(strategy: str) -> None:
+    """Losses, every gradient and weights, of two micro-batches a device on two processes."""
+    model, batch = zoo_case("gpt2")
+    hardware, options = penstock.Hardware.cpu(num_devices=2), {"micro_batches": 4, "max_grad_norm": 0.5}
+    with penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy=strategy, **options) as job:
+        assert_trains_like_eager(job, batch, REORDERED["fp32"], max_grad_norm=0.5)
+
+
+@pytest.mark.slow
 def test_sums_that_every_device_receives_whole() -> None:
     model, batch = zoo_case("gpt2")
     eager = Eager(model, max_grad_norm=0.5)
