@@ -20,6 +20,10 @@ ZERO = (
 WITH_SSD = "choose-activations, insert-fetch, insert-ssd, overlap-optimizer"
 _AFTER_GRAPH: dict[str, str] = {
     "mobius": f"{CROSSED.replace('partition-balanced', 'partition-mip')}, take-turns",
+    "mobius-dram": (
+        "coarsen, partition-mip, map-cross, schedule-pipeline, choose-activations{to=dram, share=0.0, tier=none}, "
+        "insert-fetch, overlap-optimizer, take-turns"
+    ),
     "mobius-ssd": f"coarsen, partition-mip, map-cross, schedule-pipeline, {WITH_SSD}, take-turns",
     "fuyou": (
         "coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline, "
