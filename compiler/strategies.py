@@ -13,9 +13,17 @@ PIPELINE = (
 ONE_EACH = PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}")
 LOOPED = PIPELINE.replace("partition-balanced", "partition-balanced{stages=2*devices}")
 CROSSED = PIPELINE.replace("map-round-robin", "map-cross")
+ZERO = (
+    "coarsen, mesh{shards=devices}, partition-min-stage, map-round-robin, schedule-1f1b, insert-remat, "
+    "insert-shard{tier=device, hold_all=true}"
+)
 WITH_SSD = "choose-activations, insert-fetch, insert-ssd, overlap-optimizer"
 _AFTER_GRAPH: dict[str, str] = {
     "mobius": f"{CROSSED.replace('partition-balanced', 'partition-mip')}, take-turns",
+    "mobius-dram": (
+        "coarsen, partition-mip, map-cross, schedule-pipeline, choose-activations{to=dram, share=0.0, tier=none}, "
+        "insert-fetch, overlap-optimizer, take-turns"
+    ),
     "mobius-ssd": f"coarsen, partition-mip, map-cross, schedule-pipeline, {WITH_SSD}, take-turns",
     "fuyou": (
         "coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline, "
@@ -32,6 +40,8 @@ _AFTER_GRAPH: dict[str, str] = {
         "coarsen, mesh, partition-balanced{stages=devices}, map-round-robin, schedule-1f1b, insert-remat, "
         "insert-fetch, insert-optimizer"
     ),
+    "zero1": f"{ZERO}, insert-two-hop{{every=step}}, insert-optimizer",
+    "zero2": f"{ZERO}, insert-two-hop, insert-optimizer",
     "zero3-offload": (
         "coarsen, mesh{shards=devices}, partition-min-stage, map-round-robin, schedule-pipeline, "
         "insert-remat{always=true}, insert-shard{tier=dram, prefetch=1, hold=false}, insert-optimizer"
@@ -49,7 +59,9 @@ _AFTER_GRAPH: dict[str, str] = {
     "metis": CROSSED.replace("partition-balanced", "partition-metis"),
     "ftpipe-layers": CROSSED.replace("partition-balanced", "partition-mixed"),
     "async": "coarsen, partition-balanced{stages=devices, asynchronous=true}, map-round-robin, schedule-async",
-    "ftpipe-async": "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async",
+    "ftpipe-async": (
+        "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async{weights=predict}"
+    ),
 }
 # What the model computes is put in its best form before blocks are found in it.
 BEFORE_BLOCKS = ", ".join(name for name, kind in PASSES.items() if kind.everywhere)

@@ -8,6 +8,8 @@ use of a name. Functions call what builds of PyTorch without GPUs or `torch.dist
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +137,24 @@ def set_allocator_settings(settings: str) -> None:
 def gloo_options() -> Any:
     """New options of a process group of gloo."""
     return torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+
+
+def gather_into(group: Any, whole: torch.Tensor, own: torch.Tensor) -> Any:
+    """The work of NCCL's gather into one tensor, in place if `own` is this member's part of it."""
+    return group._allgather_base(whole, own)
+
+
+def sum_into(group: Any, total: torch.Tensor, rows: torch.Tensor) -> Any:
+    """The work of NCCL's sum of this member's part of `rows` over all members."""
+    return group._reduce_scatter_base(total, rows, torch.distributed.ReduceScatterOptions())
+
+
+@contextmanager
+def one_launch(group: Any) -> Iterator[None]:
+    """Launch the body's calls of a communicator of NCCL together; the current stream then waits for them."""
+    group._start_coalescing()
+    yield
+    group._end_coalescing().wait()
 
 
 def default_store() -> Any:

@@ -86,5 +86,6 @@ from .program import (
     values_of,
     work_of,
 )
+from .seats import Seats, seats_of
 from .shares import first_micro_batches, share_of
 from .text import SHORT_DTYPES, describe, excerpt, line_numbers, parse_program, print_node, print_program, program_lines

@@ -30,6 +30,7 @@ from ..calls import op_of
 from ..machine.hardware import Hardware
 from .order import Order
 from .program import Program, work_of
+from .seats import seats_of
 
 RECEIVER_BYTES, SENDER_BYTES = 10 << 20, 2 << 20  # of a channel of a connection
 # The most blocks of a kernel of messages, each of which holds an SM while it waits, so the most channels of a
@@ -38,6 +39,7 @@ RECEIVER_BYTES, SENDER_BYTES = 10 << 20, 2 << 20  # of a channel of a connection
 MESSAGE_BLOCKS = 16
 GROUP_CHANNELS = 32  # of a group over NVLink, at most
 OTHER_CHANNELS = 2
+BY_HOST = "by host"  # how a group meets in a hierarchical gather, beside the patterns of ops
 
 
 @dataclass(frozen=True)
@@ -141,24 +143,42 @@ def gpu_connections(programs: Sequence[Program], hardware: Hardware) -> dict[int
                 pairs.add(pair_of(program.device, node, work.peer))
             elif op_of(node).meets == ops.GROUP and ops.DRAM not in (work.source, work.target):
                 members = tuple(dict.fromkeys(row[0] for row in program.interface.groups[work.group]))
-                own.setdefault(members, set()).add(work.pattern)
+                own.setdefault(members, set()).add(BY_HOST if work.hierarchical else work.pattern)
     carriers = message_communicators(pairs)
     found = {}
     for device, own in groups.items():
         ways = [(pair, MESSAGE_BLOCKS) for pair in pairs if device in pair]
         own = {members: patterns for members, patterns in own.items() if len(members) > 1}
+        number = len(own)
         for members, patterns in own.items():
-            here, count = members.index(device), len(members)
-            near = [(members[here - 1], device), (device, members[(here + 1) % count])]
-            ways += [(pair, GROUP_CHANNELS) for pair in near * (1 if count == 2 else 2)]
+            near = _neighbours(members, device)
+            group_pairs = _ring_and_tree(members, device)
             peers = set(members) - {device} if ops.PAIRS in patterns else set()
             peers |= {near[0][0], near[1][1]} if ops.RING_STEP in patterns else set()
-            ways += [(pair, GROUP_CHANNELS) for peer in peers for pair in ((peer, device), (device, peer))]
+            group_pairs += [pair for peer in peers for pair in ((peer, device), (device, peer))]
+            seats = seats_of([hardware.devices[member].host for member in members], members.index(device))
+            if BY_HOST in patterns and seats.hosts:  # messages between hosts, a communicator inside each
+                number += seats.contiguous
+                group_pairs += _neighbours([members[seat] for seat in seats.seats_of_hosts], device)
+                inside = [members[seat] for seat in seats.here]
+                group_pairs += _ring_and_tree(inside, device) if seats.contiguous else _neighbours(inside, device)
+            ways += [(pair, GROUP_CHANNELS) for pair in group_pairs]
         if ways and hardware.devices[device].kind == "cuda":
             num_bytes = sum(_buffer_bytes(hardware, device, pair, channels) for pair, channels in ways)
-            number = sum(device in each.members for each in carriers)
-            found[device] = GpuConnections(number, len(own), len(ways), num_bytes)
+            messages = sum(device in each.members for each in carriers)
+            found[device] = GpuConnections(messages, number, len(ways), num_bytes)
     return found
+
+
+def _neighbours(members: Sequence[int], device: int) -> list[tuple[int, int]]:
+    """The pairs of a device with the members before and after it in a ring."""
+    here = members.index(device)
+    return [(members[here - 1], device), (device, members[(here + 1) % len(members)])]
+
+
+def _ring_and_tree(members: Sequence[int], device: int) -> list[tuple[int, int]]:
+    """The connections of a device by which NCCL adds up and gathers: a tree of two members is a ring."""
+    return _neighbours(members, device) * (1 if len(members) == 2 else 2)
 
 
 def _buffer_bytes(hardware: Hardware, device: int, pair: tuple[int, int], channels: int) -> int:

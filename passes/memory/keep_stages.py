@@ -14,10 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
 from typing import ClassVar
-
-import networkx
 
 from ...ir import ops
 from ...ir.errors import PassError
@@ -130,12 +128,12 @@ def _together(draft: Draft, specs: Sequence[StageSpec]) -> list[list[int]]:
     """The numbers of a device's stages that have parameters, in groups that share some: these are added up together,
     so that one memory holds their gradients. A group with stages on other devices is left out."""
     number = {spec.name: i for i, spec in enumerate(specs)}
-    ties = networkx.Graph()
-    ties.add_nodes_from(spec.name for spec in specs if spec.params)
+    groups = [{spec.name} for spec in specs if spec.params]
     for rows in tie_groups(draft).values():
-        ties.add_edges_from(pairwise(stage for _, stage, _ in rows))
-    groups = (group for group in networkx.connected_components(ties) if group <= number.keys())
-    return sorted(sorted(number[name] for name in group) for group in groups)
+        tied = {stage for _, stage, _ in rows}
+        tied |= {name for group in groups if group & tied for name in group}
+        groups = [group for group in groups if not group & tied] + [tied]
+    return sorted(sorted(number[name] for name in group) for group in groups if group <= number.keys())
 
 
 def _resident_bytes(machine: Machine, spec: StageSpec) -> int:

@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 
 from ...ir import ops
 from ...ir.errors import PassError
-from ...ir.program import StageHome, StageSpec, bytes_of_homes, members_of
-from ...runtime.device.exchange import seats_of
+from ...ir.program import StageHome, StageSpec, bytes_of_homes, members_of, seats_of
 from ..base import Pass
 from ..decisions import FETCH, SHARDING, Decision, MemoryName, Sharding
 from ..draft import Draft
@@ -46,8 +45,8 @@ MOST_GATHERS_AHEAD = 8
 class InsertShard(Pass):
     """`tier`: the home of shards; auto: the devices where these hold them, their states and everything else, else
     DRAM. `prefetch`: the most phases between a gather and its use. `hold`: whether stages may stay whole for all
-    micro-batches, as far as memory has room. `hierarchical`: gather between hosts first; auto: where that can be
-    done.
+    micro-batches, as far as memory has room; `hold_all`: all of them do, as in ZeRO-1 and ZeRO-2. `hierarchical`:
+    gather between hosts first; auto: where that can be done.
 
     Raises `PassError` where no lanes share their weights, for shards on SSD without `insert-ssd`, and for
     `hierarchical=true` with groups that form no hierarchy.
@@ -62,6 +61,7 @@ class InsertShard(Pass):
     tier: str = "auto"
     prefetch: int = 2
     hold: bool = True
+    hold_all: bool = False
     hierarchical: str = "auto"
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class InsertShard(Pass):
 
     def label(self, passes: Sequence[Pass]) -> Sequence[str]:
         chosen = ["activations chosen"] if any("ssd" in p.gives for p in passes) else []
-        return chosen if self.hold else [*chosen, "none held"]
+        return chosen + ["all held"] * self.hold_all + ["none held"] * (not self.hold)
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`fetch`: the stages whose shards come from DRAM; `sharding`: see `Sharding`."""
@@ -87,9 +87,11 @@ class InsertShard(Pass):
         found = next((s for t in tries if (s := room.earliest(t))), None)
         if found is None:  # the check of the budgets says what is missing
             found = tries[-1].model_copy(update={"ahead": 0})
-        elif self.hold:
+        elif self.hold and not self.hold_all:
             found = room.holding(found)
         names = [stage.spec.name for stage in draft.stages if stage.spec.params]
+        if self.hold_all:
+            found = found.model_copy(update={"held": names})
         fetched: dict[str, dict[str, int]] = {} if found.tier == ops.DEVICE else {name: {} for name in names}
         return {"fetch": fetched, "sharding": found}
 

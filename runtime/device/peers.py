@@ -26,10 +26,10 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PlanError
-from ...ir.program import MESSAGE_BLOCKS, Program, message_communicators, pair_of, work_of
+from ...ir.program import MESSAGE_BLOCKS, Program, message_communicators, pair_of, seats_of, work_of
 from ..accelerator import give_back, require_free_launches, settle
 from ..torch_names import gloo_options
-from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
+from .exchange import gather_rows, pass_on, sum_rows, trade_counted, trade_rows
 
 LOOPBACK = "127.0.0.1"
 # NCCL would count from when a message is issued, and a receive may be issued a step early. Whoever runs the devices
@@ -82,6 +82,7 @@ class PeerLink:
         self._gloo_groups: dict[str, Any] = {}
         self._nccl_groups: dict[str, Any] = {}
         self._nccl_sets: dict[tuple[int, ...], Any] = {}  # by the members: groups of the same ones share one
+        self._inside: dict[str, Any] = {}  # by group: the communicator of this host's members, for hierarchical gathers
         self._num_devices = num_devices
         self._routes: dict[tuple[int, int], tuple[Any, int]] = {}  # of messages: communicator, and the peer's rank
         self._tags: dict[tuple[int, int], dict[str, int]] = {}
@@ -112,6 +113,8 @@ class PeerLink:
             if name not in self._single:
                 self._connect_group(name, self.groups[name], memory)
                 if name in self._nccl_groups:
+                    if any(use.pattern == GATHER and use.flag for use in uses.get(name, ())):
+                        self._connect_inside(name)
                     self._use_once(name, uses.get(name, ()))
         if on_gpu:
             give_back(self.device)
@@ -150,6 +153,12 @@ class PeerLink:
                 self._nccl_sets[key] = self._nccl(f"group/{name}", key)
             self._nccl_groups[name] = self._nccl_sets[key]
 
+    def _connect_inside(self, name: str) -> None:
+        """No other group shares this communicator, so that it runs its gathers in the order of the group's."""
+        if self._seats[name].hosts and self._seats[name].contiguous:
+            members = [self.groups[name][seat] for seat in self._seats[name].here]
+            self._inside[name] = self._nccl(f"inside/{name}/{members[0]}", members)
+
     def _use_once(self, name: str, uses: Sequence[Use]) -> None:
         """Do what the programs will do in a group, each at its size, by which NCCL chooses an algorithm, and with it
         connections."""
@@ -160,7 +169,7 @@ class PeerLink:
             if use.pattern == ops.RING_STEP:
                 self.pass_on(rows[0], name, use.flag)
             elif use.pattern == ops.PAIRS:
-                self.exchange_rows(rows[:, :1], name)
+                self.exchange_rows(rows[:, :1].contiguous(), name)
             elif use.pattern == GATHER:
                 self.gather_rows(rows, name, use.flag)
             elif use.pattern == SCATTER:
@@ -242,7 +251,7 @@ class PeerLink:
         the group's order. `hierarchical`: first between hosts, then inside them."""
         if group not in self._single:
             groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
-            gather_rows(groups[group], self._seats[group], rows, hierarchical)
+            gather_rows(groups[group], self._seats[group], rows, hierarchical, self._inside.get(group))
 
     def sum_rows(
         self, rows: Tensor, spare: Tensor, into: Tensor | None, group: str, hierarchical: bool = False,

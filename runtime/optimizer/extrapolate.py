@@ -47,7 +47,7 @@ RULES: dict[type[torch.optim.Optimizer], Rule] = {
 def require_rule(spec: OptimizerSpec) -> None:
     """Raise `PlanError` for an optimizer whose next updates cannot be predicted from its states."""
     able = "torch.optim.SGD with momentum in all its groups, torch.optim.Adam and torch.optim.AdamW have one"
-    hint = f"; {able}. weights=current and weights=stash need none"
+    hint = f"; {able}. Pipelines that end with schedule-async{{weights=current}} or weights=stash need none"
     for index, group in enumerate(spec.all_groups):
         path, kwargs = spec.class_of(index)
         if resolve(path) not in RULES:

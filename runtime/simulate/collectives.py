@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
+from ...ir.program import seats_of
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ def rounds_of(
     if pattern:
         return [_steps(list(devices), moved_bytes, pattern)]
     hosts = devices_by_host(devices, hardware)
-    sizes = {len(members) for members in hosts}
-    if hierarchical and len(hosts) > 1 and len(sizes) == 1 and sizes != {1}:
+    if hierarchical and seats_of([hardware.devices[device].host for device in devices], 0).hosts:
         return _hierarchical(hosts, hardware, moved_bytes, times)
     return [_ring(hosts, hardware, moved_bytes, times)]
 

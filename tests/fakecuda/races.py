@@ -26,6 +26,7 @@ GIVEN = "tests/gpu/test_gpu_streams.py::test_a_batch_may_lie_on_the_device"
 PAIR = "tests/gpu/test_gpu_schedules.py::test_workers_on_two_gpus[1f1b]"
 SWAPPED = "tests/gpu/test_gpu_schedules.py::test_workers_on_two_gpus[mobius]"
 SHARDS = "tests/gpu/test_gpu_schedules.py::test_workers_on_two_gpus[zero3-offload]"
+BY_HOST = "tests/gpu/test_gpu_exchange.py::test_rows_over_nccl"
 LIMIT_S = 240
 STREAMS, PEERS = "runtime/device/streams.py", "runtime/device/peers.py"
 
@@ -81,8 +82,12 @@ RACES = (
     ),
     Race(
         "the stream waits for gathered shards", "runtime/device/exchange.py",
-        "group._allgather_base(rows.view(-1), rows[seats.index]).wait()",
-        "group._allgather_base(rows.view(-1), rows[seats.index])", (SHARDS,),
+        "gather_into(group, rows.view(-1), rows[seats.index]).wait()",
+        "gather_into(group, rows.view(-1), rows[seats.index])", (SHARDS,),
+    ),
+    Race(
+        "the stream waits for rows from other hosts and this one", "runtime/torch_names.py",
+        "group._end_coalescing().wait()", "group._end_coalescing()", (BY_HOST,),
     ),
     Race(
         "a place in an arena waits for the one before", "ir/program/order.py",

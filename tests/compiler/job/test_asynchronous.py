@@ -64,6 +64,27 @@ def test_two_processes_train_as_the_sequential_loop_does(accumulate: int, max_no
 
 
 @pytest.mark.slow
+def test_mixed_pipe_predicts_weights() -> None:
+    """GPT-2 with tied weights, by the strategy's name, on two processes: losses and weights of the sequential loop."""
+    model, _ = zoo()["gpt2"](dropout=0.1)
+    batches = [zoo()["gpt2"](seed=seed)[1] for seed in range(4)]
+    drafts: list[Draft] = []
+    options = {"optimizer": ADAMW, "micro_batches": 4, "strategy": "ftpipe-async"}
+    with compile_job(model, join_batches(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
+        assert "rt.predict(" in job.code(0)
+        loop = Sequential(drafts[-1], "predict", ADAMW)
+        counts = [(batch["labels"][:, 1:] != -100).sum().float().reshape(1) for batch in batches]
+        names = drafts[-1].graph.inputs.keys() - batches[0].keys()
+        counted = [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
+        for _ in range(2):
+            assert torch.equal(job.step(join_batches(batches)), torch.stack(loop.step(counted)).mean())
+        trained = job.state_dict()
+    for stage in loop.stages:
+        for name, value in stage.names.items():
+            assert torch.equal(trained[name], value), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["dram", "states", "all"])
 def test_two_processes_train_with_stages_off_their_devices(tier: str, tmp_path: Path) -> None:
     """GPT-2 with tied weights, four stages on two devices, mini-batches of two micro-batches that are clipped."""
@@ -159,8 +180,8 @@ def test_what_jobs_refuse() -> None:
         compile_job(model, batch, strategy="async")
     with pytest.raises(PlanError, match=r"torch.optim:Adagrad has no rule .*torch.optim.AdamW"):
         compile_job(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=torch.optim.Adagrad)
-    with pytest.raises(PlanError, match="without momentum"):
-        compile_job(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(PlanError, match=r"without momentum.* end with schedule-async{weights=current}"):
+        compile_job(model, batch, strategy="ftpipe-async", micro_batches=2, optimizer=partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(PassError, match=r"accumulate=3, but 2 micro-batches .*the nearest that works is accumulate=2"):
         compile_job(model, batch, strategy=STRATEGIES["async"] + "{accumulate=3}", micro_batches=2)
 

@@ -96,6 +96,23 @@ def test_two_devices(name: str, memory: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multi
+def test_mobius_with_checkpoints_in_dram_updates_under_the_backward() -> None:
+    """Two processes; inputs of stages wait in DRAM, and stages are updated before the norm of gradients is known."""
+    line = STRATEGIES["mobius-dram"].replace("partition-mip", "partition-balanced{stages=4}")
+    line = line.replace("tier=none", "tier=none, swap=true").replace("insert-fetch", "insert-fetch{swap=true}")
+    line = line.replace("overlap-optimizer", "overlap-optimizer{clip=speculative}")
+    job, model, batch = compile_job("gpt2", 2, RESIDENT, strategy=line, max_grad_norm=0.5)
+    decisions = job.plan.decisions
+    assert len(decisions.fetch) == 4
+    assert list(decisions.activations) == ["stage1", "stage2", "stage3"]  # the first one's input is the batch
+    assert all((row.inputs_to, row.classes) == ("dram", []) for row in decisions.activations.values())
+    assert all("rt.redo(" in job.code(device) for device in range(2))
+    with job:
+        assert_trains_like(job, Eager(model, max_grad_norm=0.5), batch, REORDERED)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
 def test_custom_autograd_function_of_a_test_module_in_workers() -> None:
     """The workers import the function's module, and run its own backward; never this script."""
     job, model, batch = compile_job("custom_function", 2, "1MB")

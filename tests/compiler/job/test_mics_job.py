@@ -1,4 +1,4 @@
-"""Two groups of two devices that share the model, on four processes: steps, states, checkpoints, files are eager's."""
+"""Groups of devices that share the model, on four processes: steps, states, checkpoints, files are eager's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_same_states, zoo_case
+from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_same_states, assert_trains_like_eager, zoo_case
 from penstock.tests.runtime.ssd.on_disk import directories
 
 # Each device adds up its own micro-batches, then a group, then the replicas: the same terms in another order.
 REORDERED = {"fp32": 5e-6, "bf16": 2e-2}
 LINE = (
-    "coarsen, mesh{{shards=2}}, partition-min-stage, map-round-robin, schedule-1f1b, insert-remat, "
+    "coarsen, mesh{{shards={}}}, partition-min-stage, map-round-robin, schedule-1f1b, insert-remat, "
     "insert-shard{{tier={}, hold=false}}, insert-two-hop{}, {}"
 )
 TIERS = {
@@ -26,12 +26,13 @@ TIERS = {
 
 
 def compile_job(
-    model: Any, batch: Any, tier: str, precision: str = "fp32", sums: str = "", **options: Any
-) -> penstock.Job:
-    hardware = penstock.Hardware.cpu(num_devices=4, ssd="1GB")
+    model: Any, batch: Any, tier: str, precision: str = "fp32", sums: str = "", shards: int = 2, hosts: int = 1,
+    **options: Any,
+) -> penstock.Job:  # fmt: skip
+    hardware = penstock.Hardware.cpu(num_devices=4, hosts=hosts, ssd="1GB")
     return penstock.compile(
         model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=4, precision=precision, max_grad_norm=0.5,
-        strategy=LINE.format(TIERS[tier][0], sums, TIERS[tier][1]), **options,
+        strategy=LINE.format(shards, TIERS[tier][0], sums, TIERS[tier][1]), **options,
     )  # fmt: skip
 
 
@@ -54,6 +55,27 @@ def test_shards_on_four_devices_train_as_eager(tmp_path: Path) -> None:
     with penstock.compile(model, penstock.Hardware.cpu(1), strategy="balanced", **options) as alone:
         alone.resume(tmp_path / "saved")
         assert float(alone.step(batch)) == pytest.approx(gone_on, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["device", "dram"])
+def test_a_group_over_two_hosts_trains_as_eager(tier: str) -> None:
+    """Four processes gather between hosts and inside them."""
+    model, batch = zoo_case("gpt2")
+    with compile_job(model, batch, tier, shards=4, hosts=2) as job:
+        gathers = [line for line in job.code(0).splitlines() if "rt.all_gather(" in line]
+        assert gathers and all("hierarchical=True" in line for line in gathers)
+        assert_trains_like_eager(job, batch, REORDERED["fp32"], max_grad_norm=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_layouts_by_name_train_as_eager(strategy: str) -> None:
+    """Losses, every gradient and weights, of two micro-batches a device on two processes."""
+    model, batch = zoo_case("gpt2")
+    hardware, options = penstock.Hardware.cpu(num_devices=2), {"micro_batches": 4, "max_grad_norm": 0.5}
+    with penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy=strategy, **options) as job:
+        assert_trains_like_eager(job, batch, REORDERED["fp32"], max_grad_norm=0.5)
 
 
 @pytest.mark.slow

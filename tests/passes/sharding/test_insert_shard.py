@@ -8,12 +8,12 @@ import pytest
 
 from penstock.compiler.pipeline import parse_pipeline, run_passes
 from penstock.ir import ops
-from penstock.ir.errors import PassError
+from penstock.ir.errors import PassError, VerifyError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import persistent_bytes, profile_memory
+from penstock.ir.program import bind, gpu_connections, persistent_bytes, profile_memory
 from penstock.passes.draft import Draft
 from penstock.runtime.simulate import simulate
-from penstock.tests.passes.running import assert_trains_like_eager, chain, draft_of, text_of, trace_case
+from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, text_of, trace_case
 
 START = "coarsen, mesh{{{mesh}}}, partition-min-stage, map-round-robin, {schedule}, insert-remat"
 TOLERANCE = 5e-6  # sums over lanes in another order than eager's, of terms below 10, after two steps of rate 0.05
@@ -67,6 +67,23 @@ def test_shards_take_their_part_of_the_device() -> None:
     assert sum(persistent.dram.values()) == 0
 
 
+def test_layouts_by_name_leave_weights_whole() -> None:
+    """ZeRO-1 and ZeRO-2 gather each stage once. ZeRO-1 adds up gradients between devices once a step, and so moves
+    fewer bytes; ZeRO-2 does it with each micro-batch, and never has those of all stages."""
+    (one, made), (two, _) = (make_draft(name) for name in ("zero1", "zero2"))
+    names = [stage.spec.name for stage in one.stages if stage.spec.params]
+    assert made["sharding"].held == names and len(names) > 3
+    assert len(gathers(one)) == len(gathers(two)) == len(names)
+    scatters = [sum(node.target is ops.reduce_scatter for node in d.programs[0].ops()) for d in (one, two)]
+    assert scatters == [len(names), 2 * len(names)]  # two micro-batches a device
+    moved_bytes = [sum(simulate(d.programs, d.machine).moved_bytes.values()) for d in (one, two)]
+    peak_bytes = [profile_memory(d.programs[0]).peak_bytes[ops.DEVICE] for d in (one, two)]
+    assert moved_bytes[0] < moved_bytes[1] and peak_bytes[0] > peak_bytes[1]
+    with pytest.raises(VerifyError, match=r"missing(?s:.*)arena of fetched weights"):  # of what must stay
+        apply(draft_of(chain(depth=6, width=64), Hardware.cpu(4, memory="500kB"), micro_batches=8),
+              *parse_pipeline("zero2", 4), memory=True)  # fmt: skip
+
+
 def test_groups_over_hosts_gather_in_a_hierarchy() -> None:
     inside, _ = make_draft(line(), hosts=2)
     over, decisions = make_draft(line(mesh="shards=4"), hosts=2)
@@ -78,6 +95,19 @@ def test_groups_over_hosts_gather_in_a_hierarchy() -> None:
     assert "hierarchical" not in text_of(flat)
     with pytest.raises(PassError, match="hierarchical=true needs groups with the same number of members"):
         make_draft(line("hierarchical=true"), hosts=2)
+
+
+def test_a_gpu_connects_to_other_hosts_and_inside_its_own_for_a_hierarchy() -> None:
+    """Beside ring and tree of the group: messages to and from another host, and a communicator of the own host."""
+    hardware = Hardware.cpu(num_devices=6, hosts=3)
+    gpus = [device.model_copy(update={"kind": "cuda"}) for device in hardware.devices]
+    found = []
+    for how in ("false", "true"):
+        draft = draft_of(chain(depth=2), hardware, micro_batches=6)
+        run_passes(draft, parse_pipeline(line(f"tier=device, hierarchical={how}", mesh="shards=6"), 6))
+        made = gpu_connections(bind(draft.programs), hardware.model_copy(update={"devices": gpus}))
+        found += {(each.groups, each.connections) for each in made.values()}
+    assert found == [(1, 4), (2, 8)]
 
 
 def test_a_saved_decision_gives_the_same_programs() -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.ir import ops
-from penstock.runtime.device.exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
+from penstock.ir.program import seats_of
+from penstock.runtime.device.exchange import gather_rows, pass_on, sum_rows, trade_counted, trade_rows
 from penstock.runtime.device.peers import LOOPBACK, PeerLink
 
 
