@@ -27,7 +27,8 @@ from ..dataflow import Dataflow
 from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators.calls import call_key
-from ..operators.pointwise import elementwise, multiply
+from ..operators.contractions import added_product, bilinear, convolution, matrices
+from ..operators.pointwise import add, choose, elementwise, multiply
 from ..operators.record import (
     UNKNOWN,
     Elements,
@@ -44,6 +45,7 @@ from ..operators.table import operator_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 from .constants import ConstantValues, attention_mask, is_same_in_rows
 
+_BY_SCALE = (add, choose, matrices, added_product, bilinear, convolution)  # rules that look at operands' scales
 Met = tuple[Kind, str]  # in what way rows met, and in which operator of torch
 
 
@@ -428,15 +430,19 @@ class Follower(TorchDispatchMode):
         return [replace(s, scale=Scale(unsure=True)) if lost else s for s, lost in zip(states, is_lost)]
 
     def _note_row_counts(self, call: RowCall, states: Sequence[RowState]) -> None:
-        """Note a number that the number of rows makes, other than as a factor that the result has in its scale."""
-        if operator_of(call.func).rows is multiply:
+        """Note a number that the number of rows makes, other than as a factor that the result has in its scale, and
+        values of several scales in one result."""
+        rule = operator_of(call.func).rows
+        if rule is multiply:
             return
         counted = [self.scale(number) for number in call.numbers()]
-        operands = [self.state(tensor) for tensor in call.tensors()]
-        before = {state.scale for state in operands if not (isinstance(state, Free) and state.is_zero)} - {ONE}
+        operands = [(tensor, self.state(tensor)) for tensor in call.tensors()]
+        given = [(t, state.scale) for t, state in operands if not (isinstance(state, Free) and state.is_zero)]
+        before = {scale for _, scale in given} - {ONE}
         is_lost = any(isinstance(state, ByRow | OneRow) and state.scale not in before for state in states)
         is_read = set(counted) != {ONE} and all(state.scale == ONE for state in states)
-        if self.own_powers is not None and ((counted and is_read) or (before and is_lost)):
+        several = rule not in _BY_SCALE and len({scale for t, scale in given if t.is_floating_point()}) > 1
+        if self.own_powers is not None and ((counted and is_read) or (before and is_lost) or several):
             self.note(Kind.ROW_COUNT)
 
     def _effect_of(self, call: RowCall) -> RowState | list[RowState]:

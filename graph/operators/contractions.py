@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from .kernels import cpu_attention, one_product, scaled_product
-from .pointwise import Operand, spread, together
+from .pointwise import Operand, same_scale, spread, together
 from .record import RowCall, RowRule, constants, nonlinear, nothing, plain, record
 from .reductions import PER_ROW, drop_dims
 from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, Stretch, differs, whole
@@ -91,7 +91,8 @@ def _with_offset(call: RowCall, found: RowState, offset: RowState, shape: Sequen
             found.scale.power == offset.scale.power and not isinstance(found, ByRow) and not isinstance(offset, ByRow)
         )
         return OverRows(scale=found.scale) if same else call.mix(Kind.UNEVEN)
-    spread_out = spread(call, offset, shape, out)
+    spread_out, is_zero = spread(call, offset, shape, out), isinstance(offset, Free) and offset.is_zero
+    found = replace(found, scale=same_scale(call, [found.scale] if is_zero else [found.scale, offset.scale], 1))
     if isinstance(found, ByRow):
         if isinstance(spread_out, ByRow):
             same = (spread_out.dim, spread_out.inner) == (found.dim, found.inner)
@@ -101,7 +102,7 @@ def _with_offset(call: RowCall, found: RowState, offset: RowState, shape: Sequen
         return found
     if isinstance(spread_out, Free) and isinstance(found, Free):
         return replace(found, varies=found.varies | spread_out.varies)
-    return spread_out
+    return replace(spread_out, scale=found.scale)
 
 
 def attention(call: RowCall) -> RowState:
@@ -148,9 +149,11 @@ def convolution(call: RowCall) -> RowState:
     if isinstance(weight, ByRow):
         is_output = weight.dim == int(call["transposed"]) and call["groups"] == 1 and call["bias"] is None
         return replace(weight, dim=1) if is_output and isinstance(state, Free) else call.mix(Kind.ACROSS)
-    return nonlinear(call, state) or (
+    found = nonlinear(call, state) or (
         Free(varies=whole(range(call["input"].dim()))) if isinstance(state, Free) else state
     )
+    scales = [state.scale.times(weight.scale), *([] if call["bias"] is None else [call.state("bias").scale])]
+    return replace(found, scale=same_scale(call, scales, 1))
 
 
 def embedding(call: RowCall) -> RowState:

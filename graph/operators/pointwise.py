@@ -131,7 +131,7 @@ def add(call: RowCall) -> RowState:
         found = combine(call, parts, call.results()[0].shape)
         if isinstance(found, ByRow | Free):
             scales = [state.scale for state in states if not (isinstance(state, Free) and state.is_zero)] or [ONE]
-            return replace(_sum_of(call, found, parts), scale=_same_scale(call, scales, factor))
+            return replace(_sum_of(call, found, parts), scale=same_scale(call, scales, factor))
         return found
     if any(isinstance(state, Mixed | Permutation) for state in states):
         return nonlinear(call, *states) or Mixed()
@@ -142,7 +142,7 @@ def add(call: RowCall) -> RowState:
     scales += [ONE for number in numbers if number != 0]
     if len({scale.power for scale in scales}) > 1:
         return call.mix(Kind.UNEVEN)
-    return OverRows(scale=_same_scale(call, scales, factor))
+    return OverRows(scale=same_scale(call, scales, factor))
 
 
 def _sum_of(call: RowCall, found: RowState, parts: Sequence[Operand]) -> RowState:
@@ -155,7 +155,7 @@ def _sum_of(call: RowCall, found: RowState, parts: Sequence[Operand]) -> RowStat
     return found
 
 
-def _same_scale(call: RowCall, scales: Sequence[Scale], factor: float) -> Scale:
+def same_scale(call: RowCall, scales: Sequence[Scale], factor: float) -> Scale:
     """The scale of a sum. It differs between values where the model divides by the number of rows in one of them."""
     unsure = any(scale.unsure for scale in scales)
     if not unsure and len({scale.power for scale in scales}) > 1:
@@ -217,7 +217,7 @@ def choose(call: RowCall) -> RowState:
     found = combine(call, parts, call.results()[0].shape)
     if isinstance(found, ByRow):
         kept = [s.scale for s, _ in values if not (isinstance(s, Free) and s.is_zero)] or [ONE]
-        return replace(found, scale=kept[0])
+        return replace(found, scale=same_scale(call, kept, 1))
     return found
 
 

@@ -220,6 +220,9 @@ def _rows_in_a_list(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
 COUPLED: dict[str, Loss] = {
     "shares in a loss": lambda model, h, y: F.mse_loss(h / len(h), h.detach().sin()),
     "losses of classes times rows": lambda model, h, y: F.nll_loss(h.log_softmax(-1) * len(h), y),
+    "a layer of what is times rows": lambda model, h, y: (model.layer(h * len(h)) / len(h)).square().mean(),
+    "some of it times rows": lambda model, h, y: (torch.where(h > 0, h * len(h), h) / len(h)).square().mean(),
+    "a part of it times rows": lambda model, h, y: (torch.cat([h * len(h), h], 1) / len(h)).square().mean(),
     "weights times rows": lambda model, h, y: h.mean() * F.mse_loss(model.layer.weight * len(h), model.layer.weight),
     "bound of a loss by rows": lambda model, h, y: F.huber_loss(h, h.detach().cos(), delta=len(h) / 8),
     "rows in a list": _rows_in_a_list,
