@@ -100,6 +100,13 @@ def test_calls_and_options_of_passes_stay(text: str) -> None:
     assert on_command_line(text) == text
 
 
+def test_a_gpu_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("a text of some words " * 40)
+    words = ["train", "--model", GPT, "--hardware", "4090x8", "--batch", "4", "--sequence", "16", "--data", str(data)]
+    require_told(words, "--hardware auto is this machine, and --hardware cpu has CPU devices", capsys)
+
+
 def test_warnings_and_tables_name_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = 'compile with micro_batches=1 or strategy="gpipe"'
     with pytest.warns(UserWarning, match="^compile with --micro-batches 1 or --strategy gpipe$"), spell_warnings():
