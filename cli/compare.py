@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ..compiler.job.job import Job
 from ..compiler.plan import Plan
+from ..compiler.report.answer import many
 from ..ir.errors import DoesNotFit, HardwareError
 from ..ir.machine.hardware import Hardware
 from ..ir.units import figure, format_bytes, format_seconds
@@ -164,7 +165,8 @@ def _plan_text(row: MachineRow) -> str:
 
     passes = parse_pipeline(row.passes, num_devices=1)  # the text of a plan names no number of devices
     parts = [p.text() for p in passes if isinstance(p, Partition | Mapping | Schedule)]
-    return f"{row.num_stages} stages, {row.micro_batches} micro-batches: {', '.join(parts)}"
+    counts = f"{many(row.num_stages or 0, 'stage')}, {many(row.micro_batches or 0, 'micro-batch', 'es')}"
+    return f"{counts}: {', '.join(parts)}"
 
 
 def _memories(row: MachineRow) -> str:

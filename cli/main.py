@@ -15,13 +15,13 @@ import signal
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from .options import AnswerOptions, JobOptions, PlanOptions, TrainOptions, takes
-from .terminal.spelling import on_command_line, spell_warnings
+from .terminal.spelling import on_command_line, spell, spell_warnings
 from .terminal.working import working
 
 if TYPE_CHECKING:
@@ -117,12 +117,12 @@ def plan(
         job.write(out)
         options.remember(out)
     if html is not None:
-        job.report(html, price_per_hour=shown.price)
+        job.report(html, price_per_hour=shown.price, spell=spell)
     if as_json:
         document = {"hash": job.plan.hash, **job.plan.model_dump(mode="json"), "answer": figures.document()}
         if failures is not None:
             document["failures"] = failures.document()
-        print(json.dumps(document, indent=1))
+        print_data(document)
         return
     from .tables import console, plan_tables
 
@@ -186,7 +186,7 @@ def simulate(
     from .tables import console, timeline_json, timeline_tables
 
     if as_json:
-        print(json.dumps(timeline_json(timeline), indent=1))
+        print_data(timeline_json(timeline))
         return
     screen = console()
     screen.print(timeline.describe().splitlines()[0])
@@ -211,7 +211,7 @@ def adapters(
 
         rows = adapter_rows(options, rank or [16], tell)
     if as_json:
-        print(json.dumps([row.to_json() for row in rows], indent=1))
+        print_data([row.to_json() for row in rows])
         return
     from .tables import console
 
@@ -250,7 +250,7 @@ def check(
 
     report = check_named(options, steps) if job is None else check_written(job, options, steps, trust)
     if as_json:
-        print(json.dumps(dataclasses.asdict(report) | {"passed": report.passed}, indent=1))
+        print_data(dataclasses.asdict(report) | {"passed": report.passed})
     else:
         from .tables import check_table, console
 
@@ -314,7 +314,7 @@ def profile(options: JobOptions, as_json: AsJson = False) -> None:
 
     report = profile_report(options)
     if as_json:
-        print(json.dumps(report.to_json(), indent=1))
+        print_data(report.to_json())
         return
     screen = console()
     for table in profile_tables(report):
@@ -422,9 +422,9 @@ def compare(options: JobOptions, as_json: bool, html: Path | None = None) -> Non
     rows = [row for row, _ in found]
     job = next((job for _, job in found if job is not None), None)
     if html is not None and job is not None:
-        job.report(html, machines=[row.to_json() for row in rows])
+        job.report(html, machines=[row.to_json() for row in rows], spell=spell)
     if as_json:
-        print(json.dumps([row.to_json() for row in rows], indent=1))
+        print_data([row.to_json() for row in rows])
     else:
         screen = console()
         for table in compare_tables(rows):
@@ -435,6 +435,11 @@ def compare(options: JobOptions, as_json: bool, html: Path | None = None) -> Non
             screen.print("no report: the model fits none" if job is None else f"report in {html}: open it in a browser")
     if not any(row.fits for row in rows):
         raise typer.Exit(ERROR)
+
+
+def print_data(data: Any) -> None:
+    """Print plain data, as `--json` asks."""
+    print(json.dumps(spell(data), indent=1))
 
 
 def _job_of(directory: Path | None, options: JobOptions) -> Job:

@@ -16,6 +16,7 @@ from ..compiler.job.job import Job
 from ..compiler.models.named import SEES, NamedModel, find_model
 from ..compiler.planning import rare_collections
 from ..compiler.preference import DPO
+from ..compiler.report.answer import many
 from ..data.codec import Codec
 from ..data.files import SPLITS
 from ..data.hub import is_on_hub
@@ -158,7 +159,7 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     steps = options.max_steps or math.ceil(options.epochs * len(rows) / options.batch)
     what = f"{len(read.classes)} classes" if read.classes else f"{read.kind}, {rows.describe()}"
     screen.print(
-        f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {steps} steps of {options.batch} rows"
+        f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {many(steps, 'step')} of {options.batch} rows"
     )
     count = 0
     if rows.uneven or held_out.uneven:

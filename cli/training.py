@@ -237,9 +237,9 @@ class _Run:
             unsaved = job.step_count - self.saved_step
             self.screen.print(f"stopped at step {job.step_count} of {self.task.steps}; {unsaved} steps not saved")
         elif job.last is not None:
-            mean_s = elapsed_s / (job.step_count - before)
+            count = job.step_count - before
             self.screen.print(
-                f"{job.step_count - before} steps, {format_seconds(mean_s)} each with data and checkpoints; peak "
+                f"{many(count, 'step')}, {format_seconds(elapsed_s / count)} each with data and checkpoints; peak "
                 f"{memory_text(job.last.peak_bytes)}",
                 soft_wrap=True,
             )

@@ -10,7 +10,7 @@ import ast
 import re
 import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -59,6 +59,15 @@ def _option(name: str, text: str | None) -> str:
         return f"--{'' if value else 'no-'}{OPTIONS[name]}"
     values = value if isinstance(value, list) else [value]
     return " ".join(f"{option}{'...' if each is ... else shlex.quote(str(each))}" for each in values)
+
+
+def spell(data: Any) -> Any:
+    """Put options in the place of arguments in all texts of plain data."""
+    if isinstance(data, str):
+        return on_command_line(data)
+    if isinstance(data, Mapping):
+        return {key: spell(value) for key, value in data.items()}
+    return [spell(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 class Screen(Console):

@@ -216,6 +216,8 @@ def _add_tokenizer(writer: Any, gguf: Any, directory: Path, vocab_size: int) -> 
     document = read_json(tokenizer) if tokenizer.is_file() else {}
     split = _byte_level_split(document)
     if split is not None:
+        if not document["model"].get("merges"):
+            raise PlanError(f"GGUF: the tokenizer of {directory} has no merges, without which llama.cpp reads no file")
         rows = list(_byte_level_tokens(gguf, document, vocab_size))
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(split)

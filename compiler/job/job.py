@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, overload
@@ -100,12 +100,14 @@ class Job:
         what_if: bool = True,
         machines: Sequence[Mapping[str, Any]] = (),
         price_per_hour: float | None = None,
+        spell: Callable[[Any], Any] | None = None,
     ) -> Path:
         """Write the plan, and the last step beside it if there was one, as one self-contained page of HTML.
 
         what_if: plan for machines with more of one thing, which takes up to half a minute the first time. machines:
         what other machines would do, a mapping with "machine", "step_s" and prices for each. price_per_hour: in
-        dollars, where the hardware document has no price. Under torchrun all ranks call it and the first one writes.
+        dollars, where the hardware document has no price. spell: rewrites the texts about other plans and machines,
+        which name arguments as Python does. Under torchrun all ranks call it and the first one writes.
         Raises `PlanError` for a path that cannot be written, and then plans nothing.
         """
         is_main = self._feed.device in (None, 0)
@@ -113,7 +115,7 @@ class Job:
             require_writable(path)
         if what_if:
             self._pages.learn_helps()
-        page = self._pages.page(self._last_timeline(), machines, price_per_hour)
+        page = self._pages.page(self._last_timeline(), machines, price_per_hour, spell)
         return write_page(path, page) if is_main else Path(path)
 
     def _last_timeline(self) -> Timeline | None:

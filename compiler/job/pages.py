@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...ir.errors import PlanError
@@ -104,7 +104,11 @@ class Pages:
         return None if found is None else found.to_data()
 
     def page(
-        self, measured: Timeline | None, machines: Sequence[Mapping[str, Any]] = (), price_per_hour: float | None = None
+        self,
+        measured: Timeline | None,
+        machines: Sequence[Mapping[str, Any]] = (),
+        price_per_hour: float | None = None,
+        spell: Callable[[Any], Any] | None = None,
     ) -> str:
         """The plan, and a measured step beside it, as one page of HTML."""
         folder = self.folder
@@ -114,4 +118,7 @@ class Pages:
             folder.plan, self.programs, folder.hardware, folder, measured, self.helps or (), tokens, machines,
             price_per_hour,
         )  # fmt: skip
-        return page_of(report_facts(inputs))
+        facts = report_facts(inputs)
+        if spell is not None:
+            facts |= {name: spell(facts[name]) for name in ("rivals", "helps", "machines")}
+        return page_of(facts)

@@ -83,8 +83,8 @@ def require_gpus(hardware: Hardware, num_devices: int = 1) -> None:
     if wanted > present:
         raise HardwareError(
             f"{hardware.name}: the plan needs {wanted} GPU{'s' * (wanted > 1)} on a host, torch {torch.__version__} "
-            f"sees {present} here. It can be planned and simulated (`penstock plan`), not run. hardware='auto' "
-            "(--hardware auto) is this machine, and Hardware.cpu(num_devices=...) (--hardware cpu) has CPU devices"
+            f"sees {present} here. It can be planned and simulated (`penstock plan`), not run. hardware='auto' is "
+            "this machine, and hardware='cpu' has CPU devices"
         )
 
 

@@ -57,11 +57,7 @@ class PenstockAccelerator(Accelerator):
                     f"{instead}: `accelerate config` with no distributed plug-in, or accelerate launch --multi_gpu"
                 )
         super().__init__(*args, **kwargs)
-        if self.gradient_accumulation_steps > 1:
-            raise PlanError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: a step of a Job has one batch, which "
-                "the plan cuts into micro-batches; multiply the loader's batch_size by it, and use 1"
-            )
+        self.require_one_batch()
         if self.mixed_precision not in PRECISIONS:
             raise PlanError(f"mixed_precision={self.mixed_precision!r}; use one of {', '.join(PRECISIONS)}")
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -74,6 +70,14 @@ class PenstockAccelerator(Accelerator):
         self.prepared: PreparedModel | None = None
         self.checkpoint: Path | None = None
         atexit.register(self._close)
+
+    def require_one_batch(self) -> None:
+        """Raise `PlanError` where a step accumulates several batches."""
+        if self.gradient_accumulation_steps > 1:
+            raise PlanError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: a step of a Job has one batch, which "
+                "the plan cuts into micro-batches; multiply the loader's batch_size by it, and use 1"
+            )
 
     # --- prepare
 

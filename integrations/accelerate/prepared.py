@@ -83,6 +83,7 @@ class PreparedModel:
     # --- training
 
     def _step(self, given: dict[str, Any]) -> Outputs:
+        self.accelerator.require_one_batch()  # a script may set it late
         if self._due:
             raise PlanError(
                 f"a second forward in training before {self._due}: a Job has made the update of the first; evaluate "

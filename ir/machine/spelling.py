@@ -14,7 +14,10 @@ from .validation import close_names
 
 _BEFORE = re.compile(r"(?P<count>\d+)(\s*[x*×]\s*|\s+)(?P<rest>.+)")
 _HOSTS = re.compile(r"(?P<hosts>\d+)\s*[x*×]\s*(?P<one>\d+\s*[x*×].+)")
-_COUNTS = {"single": "1", "two": "2", "dual": "2", "double": "2", "three": "3", "four": "4", "quad": "4", "eight": "8"}
+_COUNTS = {
+    "one": "1", "single": "1", "two": "2", "dual": "2", "double": "2", "three": "3", "four": "4", "quad": "4",
+    "eight": "8",
+}  # fmt: skip
 # Machines that have no preset, and why.
 _NONE = (
     (r"(apple|mac|mps).*|m[1-9]( (pro|max|ultra))?", "Apple's GPUs run by MPS; plans are for those of CUDA and ROCm"),

@@ -44,6 +44,7 @@ def test_several_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     facts = facts_in(page)
     assert facts["verdict"]["hardware"] == "large"
     assert [(row["machine"], row["fits"]) for row in facts["machines"]] == [("small", False), ("large", True)]
+    assert "this hardware with --set memory=" in facts["machines"][0]["reason"]
     assert "plan.html: open it in a browser" in capsys.readouterr().out.replace("\n", "")
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from penstock.cli.main import main
 from penstock.cli.options import JobOptions
 from penstock.cli.tables import console
-from penstock.cli.terminal.spelling import OPTIONS, on_command_line, spell_warnings
+from penstock.cli.terminal.spelling import OPTIONS, on_command_line, spell, spell_warnings
 from penstock.ir.machine.hardware import Hardware
 
 GPT = "gpt2:n_layer=1,n_embd=32,n_head=4,vocab_size=256,n_positions=64"
@@ -100,6 +100,13 @@ def test_calls_and_options_of_passes_stay(text: str) -> None:
     assert on_command_line(text) == text
 
 
+def test_a_gpu_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("a text of some words " * 40)
+    words = ["train", "--model", GPT, "--hardware", "4090x8", "--batch", "4", "--sequence", "16", "--data", str(data)]
+    require_told(words, "--hardware auto is this machine, and --hardware cpu has CPU devices", capsys)
+
+
 def test_warnings_and_tables_name_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = 'compile with micro_batches=1 or strategy="gpipe"'
     with pytest.warns(UserWarning, match="^compile with --micro-batches 1 or --strategy gpipe$"), spell_warnings():
@@ -109,6 +116,11 @@ def test_warnings_and_tables_name_options(capsys: pytest.CaptureFixture[str]) ->
     console().print(table)
     console().print(text)
     assert capsys.readouterr().out.count("with --micro-batches 1 or --strategy gpipe") == 4
+
+
+def test_plain_data_names_options() -> None:
+    data = {"rows": [{"reason": 'fits with memory="26.7MB"', "passes": "mesh{micro_batches=2}", "step_s": None}]}
+    assert spell(data) == {"rows": [{**data["rows"][0], "reason": "fits with --set memory=26.7MB"}]}
 
 
 def test_every_argument_has_its_option() -> None:

@@ -1,6 +1,6 @@
 """Files of GGUF hold the directory's weights bit for bit, in the order of llama.cpp, and say how to compute with them.
 
-No llama.cpp is here: the files are read back by the library that writes them.
+The files are read back by the library that writes them, and computed with where `llama-cpp-python` is installed.
 """
 
 from __future__ import annotations
@@ -67,6 +67,31 @@ def test_tensors_are_those_of_the_directory(name: str, kind: str, tmp_path: Path
             assert ((back.view(-1, 32) - expected.view(-1, 32)).abs() <= step * 0.51 + 1e-4).all(), key
         else:
             assert torch.equal(back.view(expected.shape), expected), key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+    """In fp32, in another order."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    write_model(tmp_path, name, torch.float32)
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", "f32")
+    ids = torch.randint(0, 256, (1, 48), generator=torch.Generator().manual_seed(0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    plain = llama_cpp.GGML_TYPE_F32
+    reader = llama_cpp.Llama(str(file), n_ctx=64, logits_all=True, type_k=plain, type_v=plain, verbose=False)
+    reader.eval(ids[0].tolist())
+    found = torch.from_numpy(np.array(reader.scores[:48]))
+    torch.testing.assert_close(found, model(ids).logits[0].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_tokenizer_without_merges_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama")
+    file = tmp_path / "tokenizer.json"
+    document = json.loads(file.read_text())
+    document["model"]["merges"] = []
+    file.write_text(json.dumps(document))
+    with pytest.raises(PlanError, match="has no merges"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f16")
 
 
 def fields(file: Path) -> dict[str, Any]:

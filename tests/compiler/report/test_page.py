@@ -46,6 +46,12 @@ def facts_in(path: Path) -> dict[str, Any]:
     return json.loads(gzip.decompress(base64.b64decode(packed[1])))  # type: ignore[no-any-return]
 
 
+def test_texts_about_other_plans_may_be_spelled_anew(job: penstock.Job, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    plain = facts_in(job.report(path, what_if=False))["rivals"]
+    assert facts_in(job.report(path, what_if=False, spell=str))["rivals"] == str(plain)
+
+
 def test_it_holds_the_plan_and_every_span(job: penstock.Job, tmp_path: Path) -> None:
     facts = facts_in(job.report(tmp_path / "report.html", what_if=False))
     timeline = job.simulate()

@@ -120,6 +120,12 @@ def test_another_plug_in_beside_it_is_refused(variable: str, name: str, monkeypa
 def test_accumulation_is_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"gradient_accumulation_steps=2.*batch_size"):
         PenstockAccelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = PenstockAccelerator(cpu=True, **OURS)
+    accelerator.gradient_accumulation_steps = 2
+    model, data = classifier()
+    model, _ = accelerator.prepare(model.train(), torch.optim.AdamW(model.parameters()))
+    with accelerator.accumulate(model), pytest.raises(PlanError, match=r"gradient_accumulation_steps=2.*batch_size"):
+        model(**next(iter(DataLoader(data[:4], batch_size=4))))
 
 
 def test_a_norm_that_was_not_said_before_is_refused() -> None:

@@ -54,6 +54,7 @@ from penstock.ir.machine.spelling import preset_of
         ("2x4090+3090", "rtx4090x2+rtx3090x1"),
         ("2x A100 80GB", "a100-80gbx2"),
         ("two 3090s", "rtx3090x2"),
+        ("one 4090", "rtx4090x1"),
         ("dual 4090", "rtx4090x2"),
         ("8 H100s", "h100x8"),
         ("h100:8", "h100x8"),
