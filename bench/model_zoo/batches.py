@@ -41,7 +41,7 @@ def batches(model: ModelClass, net: nn.Module, seed: int = 0) -> Iterator[Batch 
         try:
             if "past_values" in arguments:
                 inputs.update(_series(arguments, draw))
-            if "input_ids" in arguments or ("inputs" in arguments and "pixel_values" not in arguments):
+            if "input_ids" in arguments or ("inputs" in arguments and not inputs):
                 inputs.update(_tokens(model, net, draw, inputs))
             inputs.update(_labels(model, draw, inputs))
         except Exception as error:
@@ -116,7 +116,10 @@ def _images(arguments: list[str], draw: _Draw, video: bool) -> list[Batch]:
             patches = draw.normal(ROWS * side * side, content)
             grid = torch.tensor([[1, side, side]] * ROWS)
             squares = patches.view(-1, channels, patch, patch) if temporal == 1 else patches
-            return [{"pixel_values": each, "image_grid_thw": grid} for each in (patches, squares)]
+            more: Batch = {}
+            if "image_merge_sizes" in arguments:
+                more["image_merge_sizes"] = torch.full((ROWS,), draw.find("spatial_merge_size", default=1))
+            return [{"pixel_values": each, "image_grid_thw": grid, **more} for each in (patches, squares)]
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(ROWS, -1, -1).contiguous()
         patches = draw.normal(ROWS, side * side, content)
         if "image_position_ids" in arguments:
@@ -179,12 +182,14 @@ def _sounds(arguments: list[str], draw: _Draw) -> list[Batch]:
         masked = [{**form, "input_features_mask": mask} for form in forms] if "input_features_mask" in arguments else []
         if "attention_mask" in arguments and "input_ids" not in arguments:
             forms += [{**form, "attention_mask": mask} for form in forms]
-        return [*masked, *forms]
+        waves: list[Batch] = [{"input_values": draw.normal(ROWS, SOUND)}] if "input_values" in arguments else []
+        return [*masked, *forms, *waves]
     name = "input_values" if "input_values" in arguments else "audio_values"
     samples = draw.normal(ROWS, SOUND)
     if "padding_mask" in arguments:
         mask = torch.ones(ROWS, SOUND, dtype=torch.long)
-        return [{name: samples[:, None]}, {name: samples, "padding_mask": mask}, {name: samples}]
+        forms = [{name: samples[:, None]}, {name: samples, "padding_mask": mask}, {name: samples}]
+        return [*forms, {name: samples[:, None], "padding_mask": mask}]
     return [{name: samples}, {name: draw.normal(ROWS, MEL, bins)}, {name: draw.normal(ROWS, bins, MEL)},
             {name: samples[:, None]}]  # fmt: skip
 

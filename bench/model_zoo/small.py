@@ -31,7 +31,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("linear_num_value_heads|linear_num_key_heads", "half_heads"),
     ("mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
     ("num_heads|attention_heads|n_heads?$|num_head$|_heads$|^num_attention_groups", "heads"),
-    ("head_dim|d_kv|head_size|d_head|key_length|attention_key_size|query_pre_attn", HEAD_WIDTH),
+    ("head_dim|rotary_dim|d_kv|head_size|d_head|key_length|attention_key_size|query_pre_attn", HEAD_WIDTH),
     ("lora_rank|rank_dim|low_rank|_rank$", 16),
     ("expert_layer|moe_layer|layer_(period|offset|freq|step|start|end|id)|_interval|sparse_step|_every", None),
     ("first_k_dense|num_dense_layers|num_hash_layers", "one"),
@@ -105,6 +105,8 @@ class _Shrink:
             return value
         if isinstance(value, (int, float)) and DROPOUT.search(name):
             return type(value)(0)
+        if isinstance(value, (list, tuple)) and DROPOUT.search(name):
+            return type(value)(0.0 for _ in value)
         if isinstance(value, float):
             return 0.0 if re.search(r"^mask_\w+_prob$|jitter|noise", name) else value
         if self._is_id(name):

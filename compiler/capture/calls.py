@@ -181,6 +181,8 @@ def _is_leaf(module: nn.Module, rebuilt: dict[str, nn.Module | None]) -> bool:
     kind = type(module)
     if getattr(nn, kind.__name__, None) is not kind or module._modules or "forward" in module.__dict__:
         return False
+    if kind.__module__ == nn.Sequential.__module__:  # a container without modules, which is no layer
+        return False
     if module._forward_hooks or module._forward_pre_hooks or isinstance(module, Loss):
         return False  # a loss module's repr leaves its options out
     if getattr(module, "sparse", False):

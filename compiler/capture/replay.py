@@ -86,8 +86,12 @@ class Replay(Recorder):
             self.run(run, exec_args, exec_kwargs)
         if not self._repeats(step, args, kwargs):
             self._differ(step, args, kwargs, self.run(run, exec_args, exec_kwargs))
-        self.bind(step, step.meta["val"])
-        return step.meta["val"]
+        result = step.meta["val"]
+        for node, tensor, _ in touched:
+            if node in step.meta["mutates"] and node.meta["val"] is result:  # `x.add_(1)` returns the x of this run
+                result = tensor
+        self.bind(step, result)
+        return result
 
     def _is_kept(self, result: Any, touched: list[tuple[fx.Node, torch.Tensor, int]]) -> bool:
         """Whether a call that is not recorded gives back what was there."""

@@ -154,6 +154,14 @@ class Hangs(ModelClass):
         return True
 
 
+@dataclass(frozen=True)
+class Computes(ModelClass):
+    @property
+    def has_loss(self) -> bool:
+        while True:
+            pass
+
+
 @pytest.mark.slow
 def test_a_crash_and_a_hang_are_rows_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = zoo.Trainer()
@@ -161,7 +169,10 @@ def test_a_crash_and_a_hang_are_rows_and_not_the_end(monkeypatch: pytest.MonkeyP
         found = trainer.row(Ends("Crash", "crash", "causal_lm"))
         assert found == {"outcome": "raw error", "detail": "the process ended with exit code 3"}
         assert trainer.row(ModelClass("LlamaModel", "llama", "causal_lm")).keys() == {"seconds"}  # it has no loss
-        monkeypatch.setattr(zoo, "TIMEOUT_S", 2)
+        monkeypatch.setattr(zoo, "MOST_PROCESSOR_S", 1)
+        found = trainer.row(Computes("Compute", "compute", "causal_lm"))
+        assert found["detail"] == "not done after 1 s of a processor"
+        monkeypatch.setattr(zoo, "MOST_S", 2)
         assert trainer.row(Hangs("Hang", "hang", "causal_lm"))["detail"] == "not done after 2 s"
     finally:
         trainer.close()

@@ -110,9 +110,9 @@ class PrologueReplay(Replay):
 
     def _follow(self, run: Callable[..., Any], operands: Any, result: Any) -> None:
         """Know the value of a recorded call's result, where the recording did."""
-        fakes = list(value_tensors(result))
-        if not fakes or all(map(self.recorded.values.knows, fakes)):
-            for fake, value in zip(fakes, value_tensors(self._real(run, operands))):
+        step = self.recorded.steps[self.position - 1]
+        if all(map(self.recorded.values.knows, value_tensors(step.meta["val"]))):
+            for fake, value in zip(value_tensors(result), value_tensors(self._real(run, operands))):
                 self._know(fake, value)
 
     def _know(self, fake: torch.Tensor, value: torch.Tensor) -> None:

@@ -32,6 +32,24 @@ def test_no_memory_is_read_that_nobody_wrote() -> None:
     torch.testing.assert_close(graph.module(*batch.values())["loss"], model(**batch))
 
 
+class Passing(nn.Module):
+    """A container without modules, which gives back what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shortcut = nn.Linear(4, 4), nn.Sequential()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + self.shortcut(x)).square().mean()
+
+
+def test_a_container_without_modules_is_traced_through() -> None:
+    model, batch = Passing(), {"x": torch.randn(3, 4)}
+    graph = trace(model, batch)
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["linear"]
+    torch.testing.assert_close(graph.module(*batch.values())["loss"], model(**batch), rtol=0, atol=0)
+
+
 class Typed(nn.Module):
     """Names types as Python does."""
 

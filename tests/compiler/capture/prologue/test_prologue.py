@@ -99,7 +99,7 @@ def assert_trains_like_eager(job: penstock.Job, batches: list[dict[str, Tensor]]
     twin = copy.deepcopy(job.model)
     optimizer = OPTIONS["optimizer"](twin.parameters())
     for batch in batches:
-        loss = twin(**batch)
+        loss = twin(**copy.deepcopy(batch))
         loss = loss["loss"] if isinstance(loss, dict) else loss
         optimizer.zero_grad()
         loss.backward()
@@ -198,6 +198,38 @@ def test_elements_that_the_batch_chooses() -> None:
     batches = [{"x": torch.randn(4, 6), "kept": each} for each in kept]
     with job_of(Selecting(), batches[0], micro_batches=1) as job:
         assert_trains_like_eager(job, [*batches, {**batches[0], "kept": torch.ones(4, dtype=torch.bool)}])
+
+
+class Shifting(nn.Module):
+    """Forward writes to its ids in place, then counts their padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def shift(self, ids: Tensor) -> Tensor:
+        ids.masked_fill_(ids == -100, 1)
+        found = ids.clone()
+        found[:, 1:] = ids[:, :-1]
+        return found
+
+    def padding(self, ids: Tensor) -> Tensor | None:
+        mask = ids == 1
+        return mask if mask.any() else None
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        shifted = self.shift(ids)
+        h, padding = self.table(shifted) + self.table(ids), self.padding(shifted)
+        h = h if padding is None else h.masked_fill(padding[..., None], 0)
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+def test_an_input_that_is_changed_in_place_before_it_is_read() -> None:
+    batches = [{name: batch_of(seed)[name] for name in ("ids", "labels")} for seed in (0, 1)]
+    for batch in batches:
+        batch["ids"][:, -3:] = -100
+    with job_of(Shifting(), copy.deepcopy(batches[0]), micro_batches=2) as job:
+        assert_trains_like_eager(job, batches)
 
 
 class Config:
