@@ -69,9 +69,8 @@ class Trail:
         return ours == theirs
 
 
-Powers = Mapping[
-    fx.Node, Sequence[float | None]
-]  # of each number: its growth with the number of rows, None if irregular
+# By node, of each number: its growth with the number of rows, None if irregular.
+Powers = Mapping[fx.Node, Sequence[float | None]]
 
 
 def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind: str = "cpu") -> Trail:
@@ -421,7 +420,7 @@ class Follower(TorchDispatchMode):
         return out
 
     def _unsure(self, call: RowCall, states: list[RowState]) -> list[RowState]:
-        """The states, where a rule says nothing of the scale of constants that are made of scaled constants."""
+        """The states, with an unsure scale of constants that are made of scaled ones by a rule that gives none."""
         known = operator_of(call.func)
         scales = {state.scale for t in call.tensors() if isinstance(state := self.state(t), Free) and not state.is_zero}
         if known.rows is multiply or known.elements is Elements.NONE or scales <= {ONE}:
