@@ -407,7 +407,7 @@ class Follower(TorchDispatchMode):
         self.operator = operator_name(func)
         call = RowCall(self, func, args, kwargs, out)
         found = self._effect_of(call)
-        states = self._unsure(call, found if isinstance(found, list) else [found] * len(made))
+        states = self._with_unsure_scales(call, found if isinstance(found, list) else [found] * len(made))
         self._note_row_counts(call, states)
         assert len(states) >= len(made), f"the rule of {call.name} lacks results"
         for tensor, state in zip(made, states):
@@ -419,7 +419,7 @@ class Follower(TorchDispatchMode):
             self._spread_state(tensor)
         return out
 
-    def _unsure(self, call: RowCall, states: list[RowState]) -> list[RowState]:
+    def _with_unsure_scales(self, call: RowCall, states: list[RowState]) -> list[RowState]:
         """The states, with an unsure scale of constants that are made of scaled ones by a rule that gives none."""
         known = operator_of(call.func)
         scales = {state.scale for t in call.tensors() if isinstance(state := self.state(t), Free) and not state.is_zero}

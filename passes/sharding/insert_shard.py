@@ -71,6 +71,8 @@ class InsertShard(Pass):
         ):
             if value not in allowed:
                 raise PassError(f"pass {self.name!r}: option {option}={value!r} is none of {', '.join(allowed)}")
+        if self.hold_all and not self.hold:
+            raise PassError(f"pass {self.name!r}: hold_all=true holds what hold=false lets go: leave one of them out")
         if not 0 <= self.prefetch <= MOST_GATHERS_AHEAD:
             raise PassError(f"pass {self.name!r}: option prefetch={self.prefetch}; allowed: 0 to {MOST_GATHERS_AHEAD}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,23 @@ def compile_job(model: torch.nn.Module, batch: Batch, **options: Any) -> penstoc
     return penstock.compile(model, hardware=machine, example_inputs=batch, seed=SEED, **options)
 
 
+def count_targets(labels: torch.Tensor) -> torch.Tensor:
+    return (labels != -100).sum().float().reshape(1)
+
+
+def add_counts(draft: Draft, batches: Sequence[Batch], counts: Sequence[torch.Tensor]) -> list[Batch]:
+    """The batches with what the programs' loss divides by, which a job counts itself."""
+    names = draft.graph.inputs.keys() - batches[0].keys()
+    return [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
+
+
+def assert_trained(loop: Sequential, trained: Mapping[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    for stage in loop.stages:
+        for name, value in stage.names.items():
+            assert torch.equal(trained[name], value), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulate", "max_norm"), [(1, None), (2, 0.5)])
 def test_two_processes_train_as_the_sequential_loop_does(accumulate: int, max_norm: float | None) -> None:
@@ -45,9 +63,9 @@ def test_two_processes_train_as_the_sequential_loop_does(accumulate: int, max_no
     options["max_grad_norm"] = max_norm
     with compile_job(model, join_batches(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
         loop = Sequential(drafts[-1], "predict", ADAMW, DECAYING)
-        counts = [(batch["labels"] != -100).sum().float().reshape(1) for batch in batches]
+        counts = [count_targets(batch["labels"]) for batch in batches]
         counts = [sum(counts[m - m % accumulate :][:accumulate]) / accumulate for m in range(4)]
-        counted = [{**batch, "items": count} for batch, count in zip(batches, counts)]
+        counted = add_counts(drafts[-1], batches, counts)
         for _ in range(2):
             loss = torch.stack(loop.step(counted)).mean()
             assert torch.equal(job.step(join_batches(batches)), loss)
@@ -55,9 +73,7 @@ def test_two_processes_train_as_the_sequential_loop_does(accumulate: int, max_no
         text, said = job.code(0), explain(job.plan, drafts[-1].programs, drafts[-1].lane_hardware)
     assert loop.stages[0].optimizer is not None
     assert loop.stages[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * (1 - 0.9 / accumulate))
-    for stage in loop.stages:
-        for name, value in stage.names.items():
-            assert torch.equal(trained[name], value), name
+    assert_trained(loop, trained)
     assert job.plan.decisions.staleness == {"stage0": 1, "stage1": 1 if max_norm else 0, "tie.shared.weight": 1}
     assert "asynchronous, staleness stage0 " in " ".join(text.split())
     assert ("each micro-batch has updates of its own" in said) == (accumulate == 1)
@@ -73,15 +89,12 @@ def test_mixed_pipe_predicts_weights() -> None:
     with compile_job(model, join_batches(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
         assert "rt.predict(" in job.code(0)
         loop = Sequential(drafts[-1], "predict", ADAMW)
-        counts = [(batch["labels"][:, 1:] != -100).sum().float().reshape(1) for batch in batches]
-        names = drafts[-1].graph.inputs.keys() - batches[0].keys()
-        counted = [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
+        counts = [count_targets(batch["labels"][:, 1:]) for batch in batches]
+        counted = add_counts(drafts[-1], batches, counts)
         for _ in range(2):
             assert torch.equal(job.step(join_batches(batches)), torch.stack(loop.step(counted)).mean())
         trained = job.state_dict()
-    for stage in loop.stages:
-        for name, value in stage.names.items():
-            assert torch.equal(trained[name], value), name
+    assert_trained(loop, trained)
 
 
 @pytest.mark.slow
@@ -105,16 +118,13 @@ def test_two_processes_train_with_stages_off_their_devices(tier: str, tmp_path: 
     )
     with job:
         loop = Sequential(drafts[-1], "current", ADAMW, whole=True)
-        counts = [(batch["labels"][:, 1:] != -100).sum().float().reshape(1) for batch in batches]
+        counts = [count_targets(batch["labels"][:, 1:]) for batch in batches]
         counts = [sum(counts[m - m % 2 :][:2]) / 2 for m in range(4)]
-        names = drafts[-1].graph.inputs.keys() - batches[0].keys()
-        counted = [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
+        counted = add_counts(drafts[-1], batches, counts)
         for _ in range(2):
             assert torch.equal(job.step(join_batches(batches)), torch.stack(loop.step(counted)).mean())
         trained = job.state_dict()
-    for stage in loop.stages:
-        for name, value in stage.names.items():
-            assert torch.equal(trained[name], value), name
+    assert_trained(loop, trained)
     assert set(job.plan.decisions.optimizer.values()) == {"dram" if tier == "dram" else "ssd"}
 
 
@@ -138,10 +148,9 @@ def test_four_processes_train_in_two_lanes(shards: int) -> None:
     )
     with job:
         loop = Sequential(drafts[-1], "current", ADAMW, whole=shards > 1)
-        counts = [(batch["labels"][:, 1:] != -100).sum().float().reshape(1) for batch in batches]
+        counts = [count_targets(batch["labels"][:, 1:]) for batch in batches]
         counts = [(counts[m % 4] + counts[m % 4 + 4]) / 2 for m in range(8)]
-        names = drafts[-1].graph.inputs.keys() - batches[0].keys()
-        counted = [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
+        counted = add_counts(drafts[-1], batches, counts)
         for _ in range(2):
             torch.testing.assert_close(job.step(join_batches(batches)), torch.stack(loop.step(counted)).mean())
         trained = job.state_dict()

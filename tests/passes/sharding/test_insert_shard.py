@@ -149,6 +149,7 @@ def test_training_is_eagers(shard: str, rest: str, mesh: str, schedule: str) -> 
         (line(mesh="depth=2"), r"no lanes share their weights.* mesh\{shards=2\}"),
         (line("tier=ssd"), r"tier=ssd needs insert-ssd after it"),
         (line("tier=disk"), "option tier='disk' is none of auto, device, dram, ssd"),
+        (line("hold=false, hold_all=true"), "hold_all=true holds what hold=false lets go: leave one of them out"),
         (line("prefetch=9"), "option prefetch=9; allowed: 0 to 8"),
         (line("hierarchical=maybe"), "option hierarchical='maybe' is none of"),
         (line().replace("insert-shard", "insert-fetch, insert-shard"), "decides fetch, as insert-fetch does"),
