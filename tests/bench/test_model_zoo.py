@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -19,6 +15,7 @@ from penstock.bench.model_zoo.others import OtherModel, other_models
 from penstock.bench.model_zoo.page import write_page
 from penstock.bench.model_zoo.registry import ModelClass, model_classes
 from penstock.bench.model_zoo.small import VOCABULARY, small_config
+from penstock.tests.bench.ending_classes import Computes, Ends, Hangs
 
 
 def only(name: str) -> ModelClass:
@@ -137,31 +134,6 @@ def test_the_page_counts_outcomes_and_names_the_line_of_a_refusal() -> None:
     assert "| odd | timm | refused |  | no value |" in page
 
 
-@dataclass(frozen=True)
-class Ends(ModelClass):
-    """A class whose process ends as soon as it is asked for a loss."""
-
-    @property
-    def has_loss(self) -> bool:
-        os._exit(3)
-
-
-@dataclass(frozen=True)
-class Hangs(ModelClass):
-    @property
-    def has_loss(self) -> bool:
-        time.sleep(600)
-        return True
-
-
-@dataclass(frozen=True)
-class Computes(ModelClass):
-    @property
-    def has_loss(self) -> bool:
-        while True:
-            pass
-
-
 @pytest.mark.slow
 def test_a_crash_and_a_hang_are_rows_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = zoo.Trainer()
@@ -172,6 +144,7 @@ def test_a_crash_and_a_hang_are_rows_and_not_the_end(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(zoo, "MOST_PROCESSOR_S", 1)
         found = trainer.row(Computes("Compute", "compute", "causal_lm"))
         assert found["detail"] == "not done after 1 s of a processor"
+        monkeypatch.setattr(zoo, "MOST_PROCESSOR_S", 60)  # the next process begins with imports
         monkeypatch.setattr(zoo, "MOST_S", 2)
         assert trainer.row(Hangs("Hang", "hang", "causal_lm"))["detail"] == "not done after 2 s"
     finally:
