@@ -128,6 +128,7 @@ def test_a_saved_decision_gives_the_same_programs() -> None:
             marks=pytest.mark.slow,
         ),
         ("tier=dram", "insert-two-hop, overlap-optimizer", "shards=2", "schedule-1f1b"),
+        ("tier=device, hold_all=true", "insert-two-hop{every=step}, insert-optimizer", "shards=2", "schedule-1f1b"),
         pytest.param(
             "tier=ssd", "insert-ssd, overlap-optimizer", "shards=4", "schedule-pipeline", marks=pytest.mark.slow
         ),
