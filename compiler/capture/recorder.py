@@ -67,7 +67,7 @@ from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values.branches import answer_if_finite, answer_of_draw, answer_without_error
 from .values.chosen import NOT_CHOSEN, ChosenRows
 from .values.coordinates import NO_COORDINATES, Coordinates
-from .values.fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
+from .values.fixed_sizes import OtherCall, joined_numbers, map_leaves, masked_put, use_known_values
 from .values.known import UNKNOWN
 from .watch.buffers import note_buffers
 from .watch.gradients import SwitchedGradients
@@ -264,6 +264,8 @@ class Recorder(GraphWriter):
             func, args = torch.Tensor.expand, (args[0], self._other_call(torch.Tensor.size, *args[1:], **kwargs))
             kwargs = {}
             call = self._call_of(func, args, kwargs)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], joined_numbers(args[1], self._other_call), *args[2:])
         if func in _MOVES:  # to the device of the program
             func, args, kwargs = torch.Tensor.to, (args[0], torch.device("cpu")), {}
             call = self._call_of(func, args, kwargs)
@@ -342,7 +344,8 @@ class Recorder(GraphWriter):
         telling = [t for t in tensors if (t.dim() == 0 or not t.is_floating_point()) and self.values.knows(t)]
         name = getattr(func, "__name__", "")
         is_write = name.endswith("_") and name not in ("__getitem__", "__setitem__")
-        if not telling or is_write or all(map(self.values.knows, tensors)):
+        draws = is_random(self._call_of(func, args, kwargs), args, kwargs)
+        if not telling or is_write or (all(map(self.values.knows, tensors)) and not draws):
             return None
         lowered = self.lower(args), self.lower(kwargs)
         self.touched = []

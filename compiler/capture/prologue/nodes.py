@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from ....graph.dataflow import closure
 from ....graph.edit import GraphEdit, erase, erase_dead, replace_uses
 from ....graph.opgraph import OpGraph, build_module, value_tensors
-from ....ir.calls import function_name
+from ....ir.calls import call_name, function_name
 from ....ir.errors import CaptureError
 from ..lines import SourceLines
-from ..values.known import KnownValues
+from ..values.known import OF_FORM, KnownValues
 from .made_input import MadeInput
 
 
@@ -71,10 +71,11 @@ class PrologueNodes:
         return frozenset()
 
     def is_made(self, node: fx.Node) -> bool:
-        while node.op == "call_function" and node.target is operator.getitem and node not in self.made:
-            if not isinstance(node.args[0], fx.Node):
+        while node.target is operator.getitem and node not in self.made:
+            whole = node.args[0]
+            if not isinstance(whole, fx.Node) or isinstance(whole.meta["val"], Tensor):  # a call of the model's own
                 return False
-            node = node.args[0]
+            node = whole
         return node in self.made
 
     def has(self, node: fx.Node) -> bool:
@@ -101,12 +102,18 @@ class PrologueNodes:
 
     def _sources(self, node: fx.Node) -> frozenset[str]:
         """The inputs from which alone a value follows; none where it follows from anything else."""
-        above = closure([node], lambda n: n.all_input_nodes)
+        above = closure([node], _tellers)
         for each in above:
             is_known = each.op == "get_attr" and self.values.knows(each.meta["val"])
             if each.meta["random"] or (each.op in ("get_attr", "call_module") and not is_known):
                 return frozenset()
         return frozenset(str(each.target) for each in above if each.op == "placeholder")
+
+
+def _tellers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that tell a node's value: its operands, and the calls that write to it."""
+    writers = [user for user in node.users if node in user.meta.get("mutates", ())]
+    return [*node.all_input_nodes[call_name(node) in OF_FORM :], *writers]
 
 
 def find_rows(

@@ -81,6 +81,18 @@ def _put_arguments(target: Any, indices: Any, values: Any, accumulate: bool = Fa
     return target, indices, values, accumulate
 
 
+def joined_numbers(key: Any, call: Caller) -> Any:
+    """A key in which one tensor takes the place of a sequence of numbers that are tensors, which torch reads one by one
+    (`rows, columns = zip(*places); x[rows, columns]`)."""
+    if not isinstance(key, tuple):
+        return key
+    is_joined = [
+        isinstance(item, (tuple, list)) and any(isinstance(each, Tensor) and each.dim() == 0 for each in item)
+        for item in key
+    ]
+    return tuple(call(torch.stack, [*item]) if joined else item for item, joined in zip(key, is_joined))
+
+
 def use_known_values(
     func: Any, args: tuple, kwargs: dict[str, Any], call: Caller, is_known: Callable[[Tensor], bool]
 ) -> OtherCall:

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....ir.calls import function_name
 from ....runtime.torch_names import FakeTensor, tree_map_only, unset_fake_temporarily
 
 LARGEST = 1 << 12  # elements of a tensor whose value is kept, where it follows from constants
 LARGEST_OF_BATCH = 1 << 26  # and where an input or a line that has read one makes it
 UNKNOWN = object()
+# Calls that read the shape and the dtype of their first operand alone.
+OF_FORM = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 
 
 class KnownValues:
@@ -45,6 +48,13 @@ class KnownValues:
         """The value of a tensor that is known."""
         return self._of.get(id(fake), fake)
 
+    def form_of(self, fake: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor of which a call reads shape and dtype alone: where it is not known, zeros of these."""
+        if self.knows(fake):
+            return self.value(fake)
+        with unset_fake_temporarily():
+            return torch.zeros((), dtype=fake.dtype).expand(fake.shape)
+
     def forget(self, fake: torch.Tensor) -> None:
         """Forget a tensor that was changed in place, and all that share its memory."""
         for other in self._fakes.pop(_storage(fake), []):
@@ -61,6 +71,8 @@ class KnownValues:
     ) -> Any:
         """The real result of a call. `own`: makes an operand of a value."""
         operands: dict[int, torch.Tensor] = {}
+        if function_name(run) in OF_FORM and args and isinstance(args[0], fx.Node):
+            args = (self.form_of(args[0].meta["val"]), *args[1:])
         try:
             args, kwargs = fx.map_arg((args, kwargs), lambda node: self._of[id(node.meta["val"])])
         except KeyError:

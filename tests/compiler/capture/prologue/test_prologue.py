@@ -167,7 +167,7 @@ def test_other_errors_of_a_batch_come_first(seeing: penstock.Job) -> None:
 
 def test_files_cannot_hold_a_prologue(seeing: penstock.Job, tmp_path: Any) -> None:
     seeing.write(tmp_path)
-    with pytest.raises(PlanError, match=r"the model reads grid, ids, types of each batch.*compile again"):
+    with pytest.raises(PlanError, match=r"the model reads grid, types of each batch.*compile again"):
         penstock.load(tmp_path, seeing.model)
 
 
@@ -198,6 +198,63 @@ def test_elements_that_the_batch_chooses() -> None:
     batches = [{"x": torch.randn(4, 6), "kept": each} for each in kept]
     with job_of(Selecting(), batches[0], micro_batches=1) as job:
         assert_trains_like_eager(job, [*batches, {**batches[0], "kept": torch.ones(4, dtype=torch.bool)}])
+
+
+class Joining(nn.Module):
+    """Patches to which a token points go to it; those that are left come after the tokens, as in Udop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.eyes, self.head = nn.Embedding(20, 8), nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def join(self, h: Tensor, patches: Tensor, places: Tensor) -> Tensor:
+        rows = torch.arange(len(places))[:, None].expand_as(places)
+        pairs = torch.stack([rows, places], -1).flatten(0, 1)
+        is_left = torch.full_like(patches[:, :, 0], True).bool()
+        numbers, columns = zip(*pairs)
+        is_left[numbers, columns] = False
+        left = [own[mask] for own, mask in zip(patches, is_left)]
+        return torch.stack([torch.cat(row) for row in zip(h + patches[rows, places], left)])
+
+    def forward(self, ids: Tensor, places: Tensor, pixels: Tensor) -> Tensor:
+        joined = self.join(self.embed(ids), self.eyes(pixels), places)
+        order = torch.arange(1.0, joined.shape[1] + 1)[:, None]
+        return self.head((joined * order).tanh()).square().mean()
+
+
+def test_a_mask_of_the_form_of_activations_is_written_by_the_batch() -> None:
+    """Sequences of tensors are its places."""
+
+    def batch(shift: int) -> dict[str, Tensor]:
+        places = (torch.tensor([[0, 2], [1, 0]]) + shift) % 5
+        return {"ids": torch.randint(20, (2, 2)), "places": places, "pixels": torch.randn(2, 5, 6)}
+
+    with job_of(Joining(), batch(0), micro_batches=1) as job:
+        assert_trains_like_eager(job, [batch(shift) for shift in range(3)])
+
+
+class Drawing(nn.Module):
+    """Draws all patches that are there, in some order, as ViLT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def choose(self, h: Tensor, real: Tensor) -> Tensor:
+        places = real.nonzero()
+        drawn = torch.multinomial(torch.ones(len(places)), real.sum())
+        chosen = torch.cat([places[drawn], places[:1]])
+        return h[chosen[:, 0], chosen[:, 1]]
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        return self.choose(self.inner(x).tanh(), real).square().mean()
+
+
+def test_a_draw_among_what_the_batch_chooses() -> None:
+    real = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 1]], dtype=torch.bool)
+    batches = [{"x": torch.randn(2, 4, 6), "real": each} for each in (real, real.flip(1))]
+    with job_of(Drawing(), batches[0], micro_batches=1) as job:
+        assert_trains_like_eager(job, batches)
 
 
 class Shifting(nn.Module):
