@@ -61,7 +61,8 @@ def _lines(rows: Sequence[Row], listed: int) -> Iterator[str]:
         "steps with SGD by eager PyTorch over the whole batch, and by a plan of two stages on two CPU devices with two "
         "micro-batches. Equal means: losses and weights within 1e-5, relative, in fp32; or in fp64, in which what is "
         "rounding falls at least tenfold. Where rows are coupled (BatchNorm), one micro-batch is compared, as the "
-        "search would choose."
+        "search would choose. Where forward draws, as the losses of segmentation draw points, `torch.rand` gives fixed "
+        "numbers in both."
     )
     yield ""
     yield "Images of a model that sees have one size here; steps with several are in [promises.md](promises.md)."

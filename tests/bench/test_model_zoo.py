@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -66,6 +68,20 @@ def test_a_batch_has_the_tokens_that_its_images_need() -> None:
 def test_a_class_that_eager_cannot_train_says_why() -> None:
     found = compare(ModelClass("LlamaModel", "llama", "causal_lm"))
     assert found["outcome"] == "fails in eager" and "no loss" in found["detail"]
+
+
+class Drawing(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (super().forward(x) * torch.rand((4, 3))).square().mean()}
+
+
+def test_a_class_that_draws_is_compared_with_fixed_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, batch = Drawing(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)), {"x": torch.randn(4, 2)}
+    trained = comparing.train(copy.deepcopy(net), batch)
+    monkeypatch.setattr(comparing, "train_first", lambda _: (net, batch, trained))
+    monkeypatch.setattr(comparing, "MICRO_BATCHES", 1)
+    found = compare(only("LlamaForCausalLM"))
+    assert found["outcome"] == "equal" and found["detail"] == "torch.rand gives fixed numbers", found
 
 
 @pytest.mark.slow
