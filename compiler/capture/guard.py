@@ -52,6 +52,7 @@ class TraceOptions:
     for_loss: the keys of the batch that forward's `**kwargs` must not get: they are for `loss_fn` alone.
     leaves: the texts and numbers of the batch that forward or the loss reads.
     lent: the values of inputs that forward may read; what it makes of them is a prologue.
+    buffers: the values of buffers that forward reads, which a program checks in each step.
     made: the inputs that a prologue makes, which are in the batch, and which forward does not get.
     any_rows: follow sizes, so that `OpGraph.at_inputs` gives the graph of a batch with other rows.
     """
@@ -69,6 +70,7 @@ class TraceOptions:
     for_loss: frozenset[str] = frozenset()
     leaves: frozenset[str] = frozenset()
     lent: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     made: tuple[MadeInput, ...] = ()
 
 

@@ -87,9 +87,10 @@ _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, Guar
 
 class NeedsValue(CaptureError):
     """A line reads the value of a tensor. `inputs`: those of the batch from which alone the tensor follows; empty where
-    it follows from anything else."""
+    it follows from anything else. `buffers`: those of the model from which it follows, too."""
 
     inputs: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
 
 
 class ClassOfOneCall(CaptureError):
@@ -121,6 +122,19 @@ class Recorder(GraphWriter):
         """Let forward read the values of these inputs."""
         for name, value in values.items():
             self.values.know(inputs[name], value.clone(), of_batch=True)
+
+    def lend_buffers(self) -> None:
+        """Let forward read the values of the buffers of the options, with checks that they are the same in each
+        step."""
+        for name, value in self.held.options.buffers.items():
+            fake, call = self.held.buffers[name], self._other_call
+            with unset_fake_temporarily(), DisableTorchFunction():
+                numbers, own = value.tolist(), value.clone()
+            with DisableTorchFunction():
+                is_same = call(torch.eq, fake, call(torch.tensor, numbers, dtype=value.dtype))
+                text = f"forward reads numbers of buffer {name!r}, which has others than at compile: compile again"
+                call(assert_async, call(torch.all, is_same), text)
+                self.values.know(fake, own)
 
     def leaves_out(self, path: tuple[int, ...]) -> bool:
         """Whether a part that eager runs for chosen rows alone is left out."""
@@ -540,7 +554,9 @@ class Recorder(GraphWriter):
             finally:
                 self.busy = False
             if known is UNKNOWN:
-                raise self._needs_value(self.prologue.inputs_of((args, kwargs))) from None
+                error = self._needs_value(self.prologue.inputs_of((args, kwargs)))
+                error.buffers = self.prologue.tensors_of((args, kwargs)) & self.held.buffers.keys()
+                raise error from None
             if self.values.follows(args, kwargs):
                 self.prologue.note_read(is_tensor=has_tensor(known))
             with DisableTorchFunction():

@@ -6,7 +6,7 @@ the level of torch functions and leaf modules, traced on fake tensors: no weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -34,7 +34,7 @@ from .lines import SourceLines
 from .param_changes import changes_of, take_out
 from .prologue.nodes import read_made_inputs
 from .python_state import state_of
-from .recorder import Recorder
+from .recorder import NeedsValue, Recorder
 from .reference_code import reference_note, require_own_forwards
 from .refusals import add_way_out
 from .refuse.adapter_kinds import require_trainable_adapters
@@ -45,6 +45,7 @@ from .refuse.shared_memory import require_own_memory
 from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
 from .rows.sizes import RowTape
+from .values.known import LARGEST
 from .writer import has_tensor, number_draws, storage_of
 
 _DENSE = (
@@ -124,6 +125,10 @@ def _copy_written_inputs(graph: OpGraph) -> None:
         )
 
 
+class ChangedBuffer(CaptureError):
+    """Forward reads the value of a buffer that it changes."""
+
+
 class _ForLoss(Exception):
     """A key of the batch that forward hands on to a module which does not take it."""
 
@@ -177,7 +182,13 @@ def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions, re
     except _ForLoss as error:
         for_loss = options.for_loss | {str(error)}
         return _record_all(model, example_inputs, replace(options, for_loss=for_loss), record)
-    except CaptureError:  # what stands for texts and numbers may have caused it
+    except CaptureError as error:  # what stands for texts and numbers may have caused it
+        more = _buffers_with_values(model, error.buffers) if isinstance(error, NeedsValue) else {}
+        if more.keys() - options.buffers.keys():
+            try:
+                return _record_all(model, example_inputs, replace(options, buffers={**options.buffers, **more}), record)
+            except ChangedBuffer:
+                raise error from None
         if not inputs.leaves:
             raise
         read = inputs.read_leaves() or {*inputs.leaves}
@@ -186,6 +197,12 @@ def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions, re
         if not read:
             return found
     return _record_all(model, example_inputs, replace(options, leaves=options.leaves | read), record)
+
+
+def _buffers_with_values(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Those of the buffers that are in memory and small."""
+    buffers = {name: model.get_buffer(name) for name in sorted(names)}
+    return {name: buffer.cpu() for name, buffer in buffers.items() if not buffer.is_meta and buffer.numel() <= LARGEST}
 
 
 def _inputs(model: nn.Module, batch: Any, options: TraceOptions, fake_mode: FakeTensorMode) -> TraceInputs:
@@ -207,6 +224,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         require_unchanged(recorder, outputs["loss"])
         nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
         _store_reassigned_buffers(recorder)
+        _require_constant_buffers(recorder)
         recorder.graph.output(nodes)
         known = replace(inputs, batch=tree_map(lambda x: x.value if type(x) is UnreadLeaf else x, inputs.batch))
         require_repeatable(recorder, lambda again: run_forward(again, known, options.loss_fn), nodes, before)
@@ -306,6 +324,7 @@ def run_forward(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None)
             recorder.learn_sizes(fake)
         try:
             with recorder.recording():
+                recorder.lend_buffers()
                 inputs = inputs.take_entries()
                 args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None, options.for_loss)
                 args, kwargs = floating_as(dtype, (args, kwargs))
@@ -393,6 +412,12 @@ def _store_reassigned_buffers(recorder: Recorder) -> None:
                 "inputs has its size once the model was called on such a batch before compile"
             )
         recorder.write_back(name, fake, new)
+
+
+def _require_constant_buffers(recorder: Recorder) -> None:
+    for node in recorder.graph.nodes:
+        for name in recorder.held.options.buffers.keys() & node.meta.get("updates_buffers", ()):
+            raise ChangedBuffer(f"forward reads the value of buffer {name!r}, which it changes")
 
 
 def _is_same_memory(new: torch.Tensor, old: torch.Tensor) -> bool:

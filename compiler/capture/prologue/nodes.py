@@ -95,10 +95,17 @@ class PrologueNodes:
 
     def inputs_of(self, operands: Any) -> frozenset[str]:
         """The inputs that tell the values of a call's operands: of those that follow from the batch alone."""
+        return frozenset().union(*map(self._sources, self._unknown(operands)))
+
+    def tensors_of(self, operands: Any) -> frozenset[str]:
+        """The names of the model's tensors of which a call's operands are made."""
+        above = closure(self._unknown(operands), _tellers)
+        return frozenset(str(each.target) for each in above if each.op == "get_attr")
+
+    def _unknown(self, operands: Any) -> list[fx.Node]:
         nodes: list[fx.Node] = []
         fx.map_arg(operands, nodes.append)
-        unknown = [n for n in nodes if not all(map(self.values.knows, value_tensors(n.meta["val"])))]
-        return frozenset().union(*map(self._sources, unknown))
+        return [n for n in nodes if not all(map(self.values.knows, value_tensors(n.meta["val"])))]
 
     def _sources(self, node: fx.Node) -> frozenset[str]:
         """The inputs from which alone a value follows; none where it follows from anything else."""

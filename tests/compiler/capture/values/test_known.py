@@ -1,8 +1,9 @@
-"""Values that a line of the model may read while it is captured: those that follow from constants, the same at every
-step."""
+"""Values that a line of the model may read while it is captured: those that follow from constants, and from buffers
+that forward leaves alone, the same at every step."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import penstock
 from penstock.compiler.capture.trace import trace
-from penstock.ir.errors import CaptureError
+from penstock.ir.errors import CaptureError, PenstockError
 
 
 class Model(nn.Module):
@@ -80,3 +82,41 @@ def test_a_value_that_depends_on_an_input_is_not_known() -> None:
 
     with pytest.raises(CaptureError, match=r"test_known\.py:(.|\n)*tensor attribute of the model"):
         trace(Model(forward, sizes=torch.tensor([1, 3])), torch.randn(3, 4))
+
+
+class Switched(nn.Module):
+    """Reads buffers as numbers, as EoMT does for the share of queries whose masks it leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.shares, self.kept = nn.Buffer(torch.tensor([1.0, 0.5])), nn.Buffer(torch.tensor([True, False, True, True]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for share in self.shares:
+            h = h.tanh() if share < 1 else h * 3
+        return self.last(h)[:, self.kept.nonzero().flatten()].square().mean()
+
+
+def test_a_buffer_that_a_line_reads_is_the_same_in_each_step() -> None:
+    model, x = Switched(), torch.randn(4, 4)
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="256MB", dram="1GB")
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    with penstock.compile(model, hardware, example_inputs={"x": x}, optimizer=optimizer, micro_batches=2) as job:
+        torch.testing.assert_close(job.step({"x": x}), model(x).detach())
+        job.load_state_dict({**job.state_dict(), "shares": torch.zeros(2)})
+        with pytest.raises(PenstockError, match="numbers of buffer 'shares', which has others than at compile"):
+            job.step({"x": x})
+            job.sync()
+
+
+def test_a_buffer_that_forward_changes_is_not_known() -> None:
+    def forward(model: Any, h: Tensor) -> Tensor:
+        model.count += 1
+        return h if model.count > 2 else h * 2
+
+    model = Model(forward)
+    model.count = nn.Buffer(torch.tensor(0))
+    with pytest.raises(CaptureError, match=r"test_known\.py:.*count > 2.*\n  this line needs the value"):
+        trace(model, torch.randn(3, 4))
