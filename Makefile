@@ -159,14 +159,16 @@ gpu-emulated-kernels: install $(EMULATED)/built $(EMULATED)/triton
 bench: install
 	set -e; for script in $(filter-out bench/gpu_first.py bench/card.py bench/cards.py bench/zoo.py bench/model_table.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
 
-# SciPy, in which transformers matches boxes, lies beside .venv, as nothing else needs it.
-build/zoo/scipy: | install
-	$(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS) --quiet --no-deps --target $(@D) scipy
+# SciPy, in which transformers matches boxes, and timm, whose backbones it wraps, lie beside .venv, as nothing else needs
+# them; torchvision without its operators, which need CUDA.
+build/zoo/timm: | install
+	$(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS) --quiet --no-deps --target $(@D) \
+	  scipy timm torchvision==0.28.0
 
-zoo: install build/zoo/scipy
+zoo: install build/zoo/timm
 	PYTHONPATH=build/zoo $(BIN)/python bench/zoo.py --only '$(ONLY)' --again $(AGAIN)
 
-# Libraries of other models lie there, too; torchvision without its operators, which need CUDA.
+# Libraries of other models lie there, too.
 build/zoo_others/diffusers: | install
 	$(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS) --quiet --no-deps --target $(@D) \
 	  diffusers timm torch_geometric torchvision==0.28.0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .registry import ModelClass
@@ -31,7 +32,7 @@ def batches(model: ModelClass, net: nn.Module, seed: int = 0) -> Iterator[Batch 
     if {"pixel_values", "image_pixel_values", "pixel_values_videos", "images"} & set(arguments):
         forms.append(_images(arguments, draw, "video" in model.kind))
     if {"input_features", "input_values", "audio_input_features", "audio_values"} & set(arguments):
-        forms.append(_sounds(arguments, draw))
+        forms.append(_sounds(arguments, draw, SOUND * 3 if "xvector" in model.kind else SOUND))
     if len(forms) == 3:  # images and sound, or either
         forms = [forms[0], [*forms[1], {}], [*forms[2], {}]]
     for chosen in itertools.product(*forms):
@@ -43,7 +44,8 @@ def batches(model: ModelClass, net: nn.Module, seed: int = 0) -> Iterator[Batch 
                 inputs.update(_series(arguments, draw))
             if "input_ids" in arguments or ("inputs" in arguments and not inputs):
                 inputs.update(_tokens(model, net, draw, inputs))
-            inputs.update(_labels(model, draw, inputs))
+            inputs.update(_features(arguments, draw))
+            inputs.update(_labels(model, net, draw, inputs))
         except Exception as error:
             yield error
         else:
@@ -142,7 +144,7 @@ def _images(arguments: list[str], draw: _Draw, video: bool) -> list[Batch]:
     frames = draw.find("num_frames", "frames_per_clip", default=FRAMES)
     stacks = draw.normal(ROWS, frames, channels, height, width)
     tiles = draw.normal(ROWS, 1, channels, height, width)
-    forms: list[Batch] = [{name: pixels}, {name: tiles}]
+    forms: list[Batch] = [{name: pixels}, {name: tiles}, {name: stacks}]
     if video or name == "pixel_values_videos":
         forms = [{name: stacks}]
     elif "image_sizes" in arguments and draw.find("image_grid_pinpoints") is not None:
@@ -165,7 +167,23 @@ def _images(arguments: list[str], draw: _Draw, video: bool) -> list[Batch]:
     return [*forms, *({**form, **extra} for form in forms if extra)]
 
 
-def _sounds(arguments: list[str], draw: _Draw) -> list[Batch]:
+def _features(arguments: list[str], draw: _Draw) -> Batch:
+    """Features of images that another model has made."""
+    found: Batch = {}
+    if "visual_embeds" in arguments:
+        found["visual_embeds"] = draw.normal(ROWS, BOXES, draw.find("visual_embedding_dim", default=64))
+        found["visual_attention_mask"] = torch.ones(ROWS, BOXES, dtype=torch.long)
+    if "visual_feats" in arguments:
+        found["visual_feats"] = draw.normal(ROWS, BOXES, draw.find("visual_feat_dim"))
+        found["visual_pos"] = draw.normal(ROWS, BOXES, draw.find("visual_pos_dim"))
+    if "flattened_patches" in arguments:
+        places = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0)).expand(ROWS, -1, -1)
+        patches = draw.normal(ROWS, 16, draw.find("patch_embed_hidden_size"))
+        found["flattened_patches"] = torch.cat([places, patches], -1)
+    return found
+
+
+def _sounds(arguments: list[str], draw: _Draw, length: int) -> list[Batch]:
     """Sound as samples, or as features per frame with either dimension last."""
     sizes = ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels")
     bins = draw.find(*sizes, default=80)
@@ -182,12 +200,12 @@ def _sounds(arguments: list[str], draw: _Draw) -> list[Batch]:
         masked = [{**form, "input_features_mask": mask} for form in forms] if "input_features_mask" in arguments else []
         if "attention_mask" in arguments and "input_ids" not in arguments:
             forms += [{**form, "attention_mask": mask} for form in forms]
-        waves: list[Batch] = [{"input_values": draw.normal(ROWS, SOUND)}] if "input_values" in arguments else []
+        waves: list[Batch] = [{"input_values": draw.normal(ROWS, length)}] if "input_values" in arguments else []
         return [*masked, *forms, *waves]
     name = "input_values" if "input_values" in arguments else "audio_values"
-    samples = draw.normal(ROWS, SOUND)
+    samples = draw.normal(ROWS, length)
     if "padding_mask" in arguments:
-        mask = torch.ones(ROWS, SOUND, dtype=torch.long)
+        mask = torch.ones(ROWS, length, dtype=torch.long)
         forms = [{name: samples[:, None]}, {name: samples, "padding_mask": mask}, {name: samples}]
         return [*forms, {name: samples[:, None], "padding_mask": mask}]
     return [{name: samples}, {name: draw.normal(ROWS, MEL, bins)}, {name: draw.normal(ROWS, bins, MEL)},
@@ -269,7 +287,7 @@ def _feature_count(net: nn.Module, name: str, inputs: Batch) -> int:
     return found.numel() // found.shape[-1] // ROWS
 
 
-def _labels(model: ModelClass, draw: _Draw, inputs: Batch) -> Batch:
+def _labels(model: ModelClass, net: nn.Module, draw: _Draw, inputs: Batch) -> Batch:
     arguments, kind, config = model.arguments, model.kind, draw.config
     ids = inputs.get("input_ids", inputs.get("inputs"))
     classes = getattr(config, "num_labels", 2) or 2
@@ -286,6 +304,7 @@ def _labels(model: ModelClass, draw: _Draw, inputs: Batch) -> Batch:
         pixels = inputs["pixel_values"]
         patch = _pair(draw.find("patch_size", default=16, inside=VISION))
         places = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
+        places *= pixels.shape[1] // draw.find("tubelet_size") if pixels.dim() == 5 else 1
         mask = torch.zeros(ROWS, places, dtype=torch.bool)
         mask[:, ::2] = True
         return {**found, "bool_masked_pos": mask}
@@ -309,6 +328,11 @@ def _labels(model: ModelClass, draw: _Draw, inputs: Batch) -> Batch:
     if kind in ("sequence_classification", "image_classification", "audio_classification", "video_classification",
                 "next_sentence_prediction", "audio_xvector"):  # fmt: skip
         return {"labels": draw.integers(0, classes, ROWS)}
+    if kind == "audio_frame_classification":
+        frames = next(iter(inputs.values())).shape[1]
+        if "input_values" in inputs:
+            frames = int(net._get_feat_extract_output_lengths(frames))  # type: ignore[operator]
+        return {"labels": F.one_hot(draw.integers(0, classes, ROWS, frames), classes)}
     if kind == "multiple_choice":
         return {"labels": draw.integers(0, 2, ROWS)}
     if kind == "token_classification":
@@ -317,12 +341,18 @@ def _labels(model: ModelClass, draw: _Draw, inputs: Batch) -> Batch:
         return {"labels": draw.integers(4, min(draw.find("vocab_size", default=32), 96), ROWS, 4)}
     if kind == "visual_question_answering" and "decoder_input_ids" not in arguments:
         return {"labels": torch.rand(ROWS, classes, generator=draw.generator)}
+    if kind == "visual_question_answering":
+        return {"labels": ids.clone()}  # which the decoder reads, too
+    if kind == "question_answering":
+        return {"labels": draw.integers(0, draw.find("num_qa_labels"), ROWS)}
     if "next_sentence_label" in arguments or "sentence_order_label" in arguments:
         name = "next_sentence_label" if "next_sentence_label" in arguments else "sentence_order_label"
         found[name] = draw.integers(0, 2, ROWS)
     if ids is None or ("input_features" in inputs and "decoder_input_ids" in arguments):
         vocabulary = draw.find("vocab_size", default=96, inside=TEXT)
         return {**found, "labels": draw.integers(4, min(vocabulary, 90), ROWS, TOKENS // 2)}
+    if "visual_embeds" in inputs:  # and in the output come after the tokens
+        ids = torch.cat([ids, ids[:, :BOXES]], 1)
     mask = inputs.get("attention_mask")
     labels = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, -100)
     if inputs.get("mm_token_type_ids") is not None:

@@ -49,11 +49,12 @@ def compare(model: ModelClass | OtherModel) -> dict[str, Any]:
         return {"outcome": "fails in eager", "detail": str(error)}
     found: dict[str, Any] = {"params": sum(p.numel() for p in net.parameters())}
     try:
-        found.update(_apart(net, batch, eager))
+        found.update(_plan_differences(net, batch, eager))
         if not _is_equal(found):
             with fixed_draws():
-                again = _apart(net, batch, train(copy.deepcopy(net), batch))
-            found.update(again, **{"detail": "torch.rand gives fixed numbers"} if _is_equal(again) else {})
+                again = _plan_differences(net, batch, train(copy.deepcopy(net), batch), found["micro_batches"])
+            if _is_equal(again):
+                found.update(again, detail="torch.rand gives fixed numbers")
         if not _is_equal(found):
             found.update(double_differences(net, batch, found, found["micro_batches"]))
     except PenstockError as error:
@@ -65,12 +66,12 @@ def compare(model: ModelClass | OtherModel) -> dict[str, Any]:
     return {**found, "outcome": "equal" if _is_equal(found) else "different"}
 
 
-def _apart(net: nn.Module, batch: Batch, eager: Trained) -> dict[str, Any]:
+def _plan_differences(net: nn.Module, batch: Batch, eager: Trained, most: int = MICRO_BATCHES) -> dict[str, Any]:
     """The differences of a plan, with one micro-batch where the class can have no more; then `detail` says why."""
     try:
-        planned = train_plan(copy.deepcopy(net), batch, MICRO_BATCHES)
-        found: dict[str, Any] = {**differences(net, eager, planned), "micro_batches": MICRO_BATCHES}
-        if _is_equal(found) or not planned["couplings"]:
+        planned = train_plan(copy.deepcopy(net), batch, most)
+        found: dict[str, Any] = {**differences(net, eager, planned), "micro_batches": most}
+        if _is_equal(found) or most == 1 or not planned["couplings"]:
             return found
         why = f"rows are coupled: {planned['couplings'][0]}"
     except (CaptureError, PlanError) as error:

@@ -44,6 +44,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Dots3NoteVisionConfig": {"num_hidden_layers": 2, "pyramid_num_routed": [-1, 8]},
     "LwDetrConfig": {"projector_scale_factors": [1.0]},
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "Data2VecVisionConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "Zamba2Config": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
                      "num_mem_blocks": 1},
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
@@ -72,6 +74,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "SpeechEncoderDecoderConfig": {"pad_token_id": 0, "decoder_start_token_id": 0},
     "AriaConfig": {"projector_patch_to_query_dict": {16: 4}},
     # widths that are products of others
+    "PerceiverConfig": {"max_position_embeddings": 12, "num_cross_attention_heads": 1},
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
     "Glm5NextTextConfig": {"index_topk": 16},
@@ -94,8 +97,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ReformerConfig": {"axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 48], "lsh_attn_chunk_length": 4,
                        "local_attn_chunk_length": 4},
     "ASTConfig": {"max_length": 64},
+    # sound has more frames than its table has places
+    "SeamlessM4TConfig": {"max_source_positions": 64},
     "LEDConfig": {"attention_window": 4},
-    "PerceiverConfig": {"max_position_embeddings": 12},
     "RoCBertConfig": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     # a backbone of transformers in the place of timm's
     **{f"{name}Config": _with_resnet(*stages) for name, stages in BACKBONES.items()},
