@@ -70,6 +70,7 @@ from .values.coordinates import NO_COORDINATES, Coordinates
 from .values.fixed_sizes import OtherCall, joined_numbers, map_leaves, masked_put, use_known_values
 from .values.known import UNKNOWN
 from .watch.buffers import note_buffers
+from .watch.constructors import constructors
 from .watch.gradients import SwitchedGradients
 from .watch.modes import DrawWatch, EachFunction, EachPlainCall, ReadWatch
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
@@ -165,7 +166,7 @@ class Recorder(GraphWriter):
         # Functions that the model compiled are traced through.
         with (
             forced_eager(), reference_code() as left_out, replace_functions(*changes), self.fake_mode,
-            EachFunction(self.on_function),
+            constructors(self.on_constructor), EachFunction(self.on_function),
         ):  # fmt: skip
             self.left_out_kernels = left_out
             yield
@@ -251,6 +252,18 @@ class Recorder(GraphWriter):
             return call(*args, **kwargs)
         with DisableTorchFunction():
             return self.on_function(own, args, kwargs)
+
+    def on_constructor(self, own: Callable[..., Any], dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+        """A tensor is made by its type: of sizes, of another tensor, whose memory it shares, or of numbers."""
+        if self.busy or kwargs:
+            return own(*args, **kwargs)
+        first, dtype = args[0] if args else 0, dtype or torch.get_default_dtype()
+        with DisableTorchFunction():
+            if isinstance(first, torch.Tensor):
+                return self._other_call(torch.Tensor.view_as, first, first)
+            if isinstance(first, torch.Size) or not hasattr(first, "__len__"):
+                return self._other_call(torch.empty, *args or [0], dtype=dtype)
+            return self._other_call(torch.tensor, first, dtype=dtype)
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A torch function, method, operator or property was called."""

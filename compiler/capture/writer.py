@@ -34,6 +34,7 @@ from .lines import SourceLines
 from .rows.sizes import RowTape, Tracked
 from .values.chosen_count import ChosenCount
 from .values.known import KnownValues
+from .watch.constructors import TensorType
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
 _TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}  # as torch reads them
@@ -121,6 +122,9 @@ class GraphWriter:
             return slice(self.lower(value.start), self.lower(value.stop), self.lower(value.step))
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self._size_node(value)
+        if isinstance(value, TensorType):
+            self.rebuild_args = True
+            return value.dtype
         if isinstance(value, type) and value in _TYPES:
             return _TYPES[value]
         if isinstance(value, torch.device):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
+from penstock.ir.errors import CaptureError
 
 
 class Sorted(nn.Module):
@@ -85,3 +87,27 @@ def test_layers_that_forward_parametrises_are_traced_through() -> None:
 
     model, x = Model(), torch.randn(3, 4)
     torch.testing.assert_close(trace(model, x).module(x)["loss"], model(x))
+
+
+class Old(nn.Module):
+    """Makes tensors by types, as code from before `torch.tensor` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = torch.LongTensor([[0, 2], [1, 3]])
+        scale = torch.FloatTensor(range(1, 5)) * torch.Tensor(4).fill_(2) + torch.Tensor([torch.tensor(0.5), 1, 2, 3])
+        kept = (x > 0).type(torch.DoubleTensor) if isinstance(x, torch.FloatTensor) else x
+        return (torch.Tensor(x * scale)[:, sizes[1]] * kept[:, : len(sizes)]).square().mean() + torch.Tensor().sum()
+
+
+def test_tensors_that_types_make() -> None:
+    model, x, types = Old(), torch.randn(3, 4), (torch.LongTensor, torch.Tensor.__new__)
+    graph = trace(model, {"x": x})
+    torch.testing.assert_close(graph.module(x)["loss"], model(x), rtol=0, atol=0)
+    assert (torch.LongTensor, torch.Tensor.__new__) == types
+    with pytest.raises(CaptureError, match=r"test_calls\.py:.*LongTensor(.|\n)*needs the value"):
+        trace(Reading(), {"x": x})
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[torch.LongTensor([x.argmax() // 4])].square().mean()
