@@ -56,7 +56,8 @@ def compare(model: ModelClass | OtherModel) -> dict[str, Any]:
             if _is_equal(again):
                 found.update(again, detail="torch.rand gives fixed numbers")
         if not _is_equal(found):
-            found.update(double_differences(net, batch, found, found["micro_batches"]))
+            with fixed_draws(torch.float64):
+                found.update(double_differences(net, batch, found, found["micro_batches"]))
     except PenstockError as error:
         return {**found, "outcome": "refused", "error": type(error).__name__, "detail": str(error)[:1500],
                 "line": _line(error)}  # fmt: skip
@@ -83,13 +84,13 @@ def _plan_differences(net: nn.Module, batch: Batch, eager: Trained, most: int = 
 
 
 @contextmanager
-def fixed_draws() -> Iterator[None]:
+def fixed_draws(usual: torch.dtype = torch.float32) -> Iterator[None]:
     """Let `torch.rand` give the same numbers in each call: a plan draws others than eager."""
 
     def rand(*sizes: Any, size: Any = None, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         shape = torch.Size(size if size is not None else sizes if sizes and isinstance(sizes[0], int) else sizes[0])
         numbers = torch.arange(1, shape.numel() + 1, dtype=torch.float64) * GOLDEN % 1
-        return numbers.to(dtype or torch.get_default_dtype()).view(shape)
+        return numbers.to(dtype or usual).view(shape)
 
     with patch.object(torch, "rand", rand):
         yield
