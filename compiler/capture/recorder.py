@@ -371,8 +371,7 @@ class Recorder(GraphWriter):
         telling = [t for t in tensors if (t.dim() == 0 or not t.is_floating_point()) and self.values.knows(t)]
         name = getattr(func, "__name__", "")
         is_write = name.endswith("_") and name not in ("__getitem__", "__setitem__")
-        draws = is_random(self._call_of(func, args, kwargs), args, kwargs)
-        if not telling or is_write or (all(map(self.values.knows, tensors)) and not draws):
+        if not telling or is_write or len(tensors) < 2:
             return None
         lowered = self.lower(args), self.lower(kwargs)
         self.touched = []

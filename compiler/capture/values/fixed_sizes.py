@@ -116,7 +116,7 @@ def use_known_values(
         if isinstance(counts, Tensor) and counts.numel() > 1 and is_known(counts):
             value = call(Tensor.flatten, value) if dim is None else value
             return torch.index_select, (value, dim or 0, call(torch.repeat_interleave, counts)), {}
-    return func, (args[0], *map_leaves(number, args[1:])), map_leaves(number, kwargs)
+    return func, (*args[:1], *map_leaves(number, args[1:])), map_leaves(number, kwargs)
 
 
 def _repeat_arguments(input: Any, repeats: Any, dim: int | None = None, output_size: Any = None) -> tuple[Any, ...]:

@@ -65,6 +65,17 @@ def test_known_of_constants_are_part_of_the_program(function: Any) -> None:
     torch.testing.assert_close(graph.module(x)["loss"], model(x))
 
 
+def test_a_size_that_is_a_tensor_is_a_number_of_a_known_tensor_too() -> None:
+    """As of Longformer's masks."""
+
+    def forward(model: Any, h: Tensor) -> Tensor:
+        return h * h.new_ones(6).view(torch.div(6, 2, rounding_mode="trunc"), 2).sum(1, keepdim=True)
+
+    graph = trace(Model(forward), torch.randn(3, 4))
+    (view,) = (node for node in graph.nodes if node.target == "view")
+    assert view.args[1:] == (3, 2)
+
+
 def test_a_value_that_was_changed_by_the_batch_is_not_known_any_more() -> None:
     def forward(model: Any, h: Tensor) -> Tensor:
         steps = torch.arange(3)
