@@ -59,7 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "MinistralConfig": {"head_dim": 16},
     "NemotronConfig": {"num_key_value_heads": 2},
     "Wav2Vec2BertConfig": {"vocab_size": 32},
-    "Wav2Vec2ConformerConfig": {"vocab_size": 32},
+    "Wav2Vec2ConformerConfig": {"vocab_size": 32, "max_source_positions": 128},
     "EsmConfig": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
     "DeepseekV2Config": {"num_experts_per_tok": 2, "n_routed_experts": 8},
     "Dots1Config": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -98,7 +98,7 @@ CHANGES: dict[str, dict[str, Any]] = {
                        "local_attn_chunk_length": 4},
     "ASTConfig": {"max_length": 64},
     # sound has more frames than its table has places
-    "SeamlessM4TConfig": {"max_source_positions": 64},
+    "SeamlessM4TConfig": {"max_source_positions": 128},
     "LEDConfig": {"attention_window": 4},
     "RoCBertConfig": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     # a backbone of transformers in the place of timm's
