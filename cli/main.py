@@ -87,14 +87,15 @@ def plan(
 
     With several --hardware: a comparison of their speed and price.
     """
-    from ..compiler.planning import sharing
+    from ..compiler.planning import rare_collections, sharing
 
     several = len(options.hardware or ()) > 1
     if several:
         _require_one_machine(options, shown, out is not None or dump_passes)
     if options.prove and options.plan is not None:
         raise PlanError("--prove is for a plan that is searched; leave it, or --plan, out")
-    with sharing(), working(None if several else options.items) as tell:  # imports alone take seconds
+    # Imports alone take seconds, and make many objects that stay.
+    with sharing(), rare_collections(), working(None if several else options.items) as tell:
         from ..compiler.report.failures import failure_report, with_failures
         from .answer import answer, parse_tokens, print_answer, require_tokens
         from .figures import figures_of

@@ -8,7 +8,8 @@ own types, on the device that it is on, forward and backward. The model is left 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from .eager import Seeded
 from .model_draws import ModelDraws
 
 MOST_FLOPS = 1e11  # of both sides, forward and backward: some two seconds of two cores, where planning takes longer
+FEW_FLOPS = 1e9  # take one core less time than to wake the others for each kernel
 MOST_BYTES = 1 << 29  # of the trained parameters, of which each side makes gradients
 FLOOR = 1e-6  # a difference below this is rounding, however small the numbers are
 MODULE_LIMIT = 1e-4  # of what a module returns, once something is known to differ
@@ -74,9 +76,21 @@ def compare_first_rows(request: Request, graphs: Graphs, count: int, step_flops:
         counts = [n for n in (count, rows) if rows % n == 0 and 2 * step_flops / n <= MOST_FLOPS]
         if not counts:
             raise _NotCompared(f"a row takes more than {MOST_FLOPS / 2:.0e} FLOPs, forward and backward")
-        return _Comparison(request, graphs, batch, counts[0], rows // counts[0]).run()
+        with _one_thread() if 2 * step_flops / counts[0] <= FEW_FLOPS else nullcontext():
+            return _Comparison(request, graphs, batch, counts[0], rows // counts[0]).run()
     except _NotCompared as reason:
         return f"the op graph was not compared with the model in eager: {reason}"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch's kernels on the calling thread alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _require_values(request: Request, leaves: Mapping[str, Any]) -> None:

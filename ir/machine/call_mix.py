@@ -118,6 +118,10 @@ class CallMix:
         return hash((self.traffic_bytes, self.other_flops, len(self.products), len(self.pointwise)))
 
     @cached_property
+    def is_empty(self) -> bool:
+        return self == NO_CALLS
+
+    @cached_property
     def flops(self) -> float:
         """FLOPs of all calls, as torch counts them."""
         return self.other_flops + flops_of(self.products) + flops_of(self.attention)

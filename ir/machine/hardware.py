@@ -25,7 +25,7 @@ from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
 from ..precision import PRECISIONS
 from ..units import format_bytes, short_bytes
-from .call_mix import FP8, NO_CALLS, CallMix
+from .call_mix import FP8, CallMix
 from .copies import KEY, copies_in, first_of, multiply, taken_out
 from .describe import describe_hardware
 from .failures import Failures
@@ -160,7 +160,7 @@ class Device(MachinePart):
         table of rates, FLOPs and bytes run at the average rates of the calls in `mix`; where it has no calls, as for an
         optimizer's update, at the constant ones.
         """
-        if self.rates is None or mix is None or mix == NO_CALLS:
+        if self.rates is None or mix is None or mix.is_empty:
             arithmetic_s, traffic_s = self._constant_s(flops, dtype, mix), num_bytes / self.memory_bandwidth
         else:
             computing_s, moving_s = mix_seconds(self.rates, self._constant_rates(dtype), mix)
@@ -187,8 +187,13 @@ class Device(MachinePart):
 
     def _constant_rates(self, dtype: str) -> ConstantRates:
         self.achieved_flops(dtype)  # a dtype without a rate is refused
+        return self._rates_of[_arithmetic(dtype)]
+
+    @cached_property
+    def _rates_of(self) -> dict[str, ConstantRates]:
+        """The constant rates by the dtype of the plan's computation."""
         flops = tuple((name, self.achieved_flops(name)) for name in self.peak_flops if name in self.achieved_fraction)
-        return ConstantRates(flops, self.memory_bandwidth, _arithmetic(dtype))
+        return {name: ConstantRates(flops, self.memory_bandwidth, name) for name, _ in flops}
 
 
 class Detect(Protocol):

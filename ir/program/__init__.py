@@ -70,7 +70,7 @@ from .memory import (
 )
 from .order import Memory, Order, Task, build_order, find_cycle, join_orders, memory_change
 from .places import ArenaPlaces
-from .pools import Pools, pooled_bytes
+from .pools import pooled_bytes, pools_of
 from .program import (
     Program,
     donated_operands,

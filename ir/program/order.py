@@ -24,7 +24,7 @@ from torch import fx
 from .. import ops
 from ..calls import op_of
 from .memory import ArenaPlan, MemoryProfile, place_bytes, places_of, plan_arenas, takes_place
-from .pools import Pools
+from .pools import Pools, pools_of
 from .program import Program, donated_operands, operands, producer_of, values_of, work_of
 
 
@@ -62,13 +62,13 @@ class Memory:
     pooled: bool = False
     changes: dict[str, dict[fx.Node, tuple[int, int]]] = field(default_factory=dict, compare=False, repr=False)
 
-    def waits(self, program: Program, work_of: Mapping[fx.Node, ops.Work]) -> list[_BudgetWaits]:
+    def waits(self, program: Program) -> list[_BudgetWaits]:
         lasting = {
             memory: self.profile.persistent.total(memory) + self.profile.arenas[memory] for memory in ops.MEMORIES
         }
         spare_bytes = self.budget_bytes - lasting[ops.DEVICE]
         found: list[_BudgetWaits] = []
-        pools = Pools(program, work_of) if self.pooled else None
+        pools = pools_of(program) if self.pooled else None
         shares = {} if pools is None else pools.shares(spare_bytes)
         found += [_PoolWaits(pools, pool, most) for pool, most in shares.items() if pools is not None]
         if pools is None or sum(shares.values()) > spare_bytes:  # else the shares keep to it
@@ -189,7 +189,7 @@ class _Device:
     def connect(self, memory: Memory | None, steps: int = 1) -> None:
         plans = plan_arenas(self.program) if memory is None else memory.profile.plans
         arenas = [_ArenaWaits(plan, name) for name, plan in plans.items() if plan.bytes]
-        budgets = [] if memory is None else memory.waits(self.program, self.work_of)
+        budgets = [] if memory is None else memory.waits(self.program)
         per_step = len(self.tasks) // steps
         for step in range(steps):
             self.first, self.readers = step * per_step, {}
@@ -215,8 +215,9 @@ class _Device:
             self.tasks[index].waits.append((other, why))
 
     def wait_for_values(self, node: fx.Node, index: int) -> None:
-        gone = operands(node) if node.target is ops.free else donated_operands(node)
-        for value in operands(node):
+        read = operands(node)
+        gone = read if node.target is ops.free else donated_operands(node)
+        for value in read:
             self.wait(index, self.first + self.task_of[producer_of(value)], f"needs `{value.name}`")
             self.readers.setdefault(value, []).append(index)
         for value in gone:

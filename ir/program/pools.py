@@ -8,7 +8,6 @@ half of a backward has read, not before the other half is done, as autograd's gr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import fx
@@ -33,7 +32,7 @@ class Pools:
     """The change that each op of a typed program makes to the pools of device memory outside the arena; per pool, the
     peak of its bytes in text order (`peaks`), and all that is ever taken from it (`totals`)."""
 
-    def __init__(self, program: Program, work_of: Mapping[fx.Node, ops.Work]):
+    def __init__(self, program: Program):
         self.changes: dict[fx.Node, PoolChange] = {}
         self.peaks, self.totals = Counter[str](), Counter[str]()
         self._pool: dict[fx.Node, str] = {}
@@ -41,7 +40,7 @@ class Pools:
         self._late: dict[fx.Node, _Bytes] = {}  # per such result, until it is used: what is freed, but not given back
         now = Counter[str]()
         for node in program.ops():
-            change = self.changes[node] = self._change(node, work_of[node])
+            change = self.changes[node] = self._change(node, work_of(program, node))
             for pool, num_bytes in change.taken.items():
                 now[pool] += num_bytes
                 self.totals[pool] += num_bytes
@@ -108,13 +107,17 @@ def _add(found: _Bytes, pool: str, num_bytes: int) -> None:
         found[pool] = found.get(pool, 0) + num_bytes
 
 
+def pools_of(program: Program) -> Pools:
+    """The pools of a typed program. Nobody changes the result but with the program."""
+    return program.once(Pools)
+
+
 def pooled_bytes(program: Program) -> int:
     """The bytes that a GPU may come to hold for a program with types: what lasts, the arena, and the peaks of all
     pools, whenever each is reached. More than the program's peak, and so perhaps than its budget: waits hold each pool
     to its peak, but it keeps what it has once taken."""
     profile = profile_memory(program)
-    pools = Pools(program, {node: work_of(program, node) for node in program.ops()})
-    return profile.persistent.total(ops.DEVICE) + profile.arena_bytes + pools.peaks.total()
+    return profile.persistent.total(ops.DEVICE) + profile.arena_bytes + pools_of(program).peaks.total()
 
 
 def _counts(value: fx.Node) -> bool:

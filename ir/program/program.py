@@ -229,17 +229,17 @@ def takes_turns(program: Program) -> bool:
 
 def donated_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory the op takes over: they are dead after it and need no `free`."""
-    op = op_of(node)
-    if not op.donates:
-        return []
-    given = [op.operand(name, node.args, node.kwargs) for name in op.donates]
-    found = (value for each in given for value in (each if isinstance(each, list | tuple) else (each,)))
-    return [value for value in found if isinstance(value, fx.Node)]
+    op, found = op_of(node), list[fx.Node]()
+    for name in op.donates:
+        given = op.operand(name, node.args, node.kwargs)
+        each = given if isinstance(given, list | tuple) else (given,)
+        found += [value for value in each if isinstance(value, fx.Node)]
+    return found
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The values an op reads, in order, without the batch."""
-    return [n for n in node.all_input_nodes if n.op != "placeholder"]
+    return [n for n in node._input_nodes if n.op != "placeholder"]
 
 
 def place_frees(program: Program) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -60,6 +61,7 @@ class Machine:
     free: Tiers  # the same where all weights stay
     messages: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # received, sent; in forward, in backward
     resident: frozenset[str] = frozenset()
+    took: dict[Hashable, TurnSeconds] = field(default_factory=dict, compare=False, repr=False)  # by stage
     known: dict[Hashable, list[Item]] = field(default_factory=dict, compare=False, repr=False)  # items by stage
 
     @property
@@ -116,7 +118,8 @@ class Machine:
         return self.budget_bytes - bytes_beside_arena(program, names) - two_stages
 
     def seconds(self, spec: StageSpec) -> TurnSeconds:
-        return stage_seconds(spec, self.device, self.precision, spec.name in self.trained)
+        has_backward = spec.name in self.trained
+        return once(self.took, spec.name, lambda: stage_seconds(spec, self.device, self.precision, has_backward))
 
     def items(self, spec: StageSpec) -> list[Item]:
         """The stage's classes of saved tensors, for all its micro-batches."""
@@ -176,9 +179,8 @@ def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Mach
     """The machine as one device's program sees it; devices of one host share its links, memories and CPU equally."""
     hardware = draft.lane_hardware
     owner = hardware.devices[program.device]
-    neighbours = [p.device for p in draft.programs if hardware.devices[p.device].host == owner.host]
+    neighbours = _neighbours(draft, owner)
     specs = tuple(stage.spec for stage in draft.stages_on(program.device))
-    resident = [spec for spec in specs if spec.name in draft.resident]
     nodes = list(program.ops())
     counts = Counter(str(n.args[0]) for n in nodes if n.target is ops.forward)
     return Machine(
@@ -193,12 +195,36 @@ def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Mach
         has_ssd=bool(hardware.hosts[owner.host].ssds),
         updates_per_s=hardware.hosts[owner.host].optimizer_params_per_s / len(neighbours),
         update_s=_update_s(hardware, owner, program.interface, specs, draft.options.precision),
-        resident_s=_update_s(hardware, owner, program.interface, resident, draft.options.precision),
-        tiers=_tiers(draft, program.interface, owner.host, neighbours, tier),
         free=_tiers(draft, program.interface, owner.host, neighbours, ""),
         messages=_messages(nodes),
-        resident=draft.resident,
+        **_where_some_stay(draft, program.interface, owner, specs, neighbours, tier),
     )
+
+
+def if_resident(machine: Machine, draft: Draft, resident: frozenset[str], tier: str) -> Machine:
+    """A machine of the draft as it is if these stages stay on their devices."""
+    neighbours = _neighbours(draft, machine.device)
+    draft = replace(draft, resident=resident)
+    made = _where_some_stay(draft, machine.interface, machine.device, machine.specs, neighbours, tier)
+    return replace(machine, **made)
+
+
+def _neighbours(draft: Draft, owner: Device) -> list[int]:
+    """The devices of one host that have programs."""
+    devices = draft.lane_hardware.devices
+    return [p.device for p in draft.programs if devices[p.device].host == owner.host]
+
+
+def _where_some_stay(
+    draft: Draft, interface: Interface, owner: Device, specs: Sequence[StageSpec], neighbours: list[int], tier: str
+) -> dict[str, Any]:
+    """The fields of a machine that follow from the draft's resident stages."""
+    own = [spec for spec in specs if spec.name in draft.resident]
+    return {
+        "resident": draft.resident,
+        "resident_s": _update_s(draft.lane_hardware, owner, interface, own, draft.options.precision),
+        "tiers": _tiers(draft, interface, owner.host, neighbours, tier),
+    }
 
 
 def _update_s(

@@ -26,7 +26,7 @@ from ..decisions import Decision
 from ..draft import Draft
 from ..equal_programs import once
 from ..optimizer.timing import tie_groups, updates_of
-from .activation_machine import Machine, machine_of
+from .activation_machine import Machine, if_resident, machine_of
 from .activation_plan import best, sweep
 from .choose_activations import ACTIVATION_TIERS, MEMORIES, ChooseActivations, problem_of
 
@@ -101,7 +101,7 @@ class KeepStages(Pass):
 
         def step_s(count: int) -> float:
             resident = frozenset(machine.specs[i].name for i in chain(*chosen[:count]))
-            trial = machine_of(replace(draft, resident=resident), program, swap=False, tier=self.tier)
+            trial = if_resident(machine, draft, resident, self.tier)
             if trial.tiers.dram_bytes < 0:
                 return math.inf
             found = problem_of(trial, again, problem.memories, problem.inputs, room - taken[count], True)

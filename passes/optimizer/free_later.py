@@ -40,7 +40,7 @@ def _following(program: Program) -> dict[fx.Node, fx.Node]:
 def _move(program: Program, owner: Device, following: dict[fx.Node, fx.Node]) -> None:
     profile = profile_memory(program)
     memory = Memory(profile, owner.budget_bytes, pooled=owner.kind == "cuda")
-    budgets = memory.waits(program, profile.work_of)  # of the device's memory; of a GPU's, one for each pool
+    budgets = memory.waits(program)  # of the device's memory; of a GPU's, one for each pool
     rows, place = list(program.ops()), dict[fx.Node, int]()
     held: list[list[int]] = [[] for _ in budgets]  # bytes while each op runs
     now, waited = [0] * len(budgets), dict[fx.Node, None]()

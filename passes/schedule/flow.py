@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...ir import ops
 from ...ir.program import Interface, StageSpec, TensorSpec
@@ -30,8 +31,7 @@ class Message:
         return f"{'d_' if self.is_gradient else ''}{self.value}_m{self.micro_batch}"
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One forward or backward of one micro-batch of a stage. `is_backward`: a whole backward, or the first half of a
     split one; `is_weight`: the second half, for which no other stage waits."""
 

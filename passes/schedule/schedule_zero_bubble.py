@@ -57,27 +57,27 @@ class WeightsLast(BackwardFirst):
         self.patience = patience
         both = [spec for spec in flow.specs if spec.trained_params > 0 and any(i.requires_grad for i in spec.inputs)]
         self.split = {spec.name for spec in both}  # their backward has two halves
+        self.last = {spec.name for spec in flow.specs if not any(i.requires_grad for i in spec.inputs)}
         self.next |= {(spec.name, False, True): 0 for spec in flow.specs if spec.name in self.split}
         self.most_held = max(self.most.values())
 
     def able(self) -> Iterator[Able]:
         """Turns that can wait come last, and not at all where they would delay another turn."""
-        begins = [(self.begin_s(turn), turn) for turn in self.next_turns()]
+        begins = [(self.begin_s(turn), self.can_wait(turn), turn) for turn in self.next_turns()]
         urgent_s = [math.inf] * len(self.free_s)
-        for begin_s, turn in begins:
-            if not self.can_wait(turn):
+        for begin_s, can_wait, turn in begins:
+            if not can_wait:
                 device = self.flow.device_of[turn.stage]
                 urgent_s[device] = min(urgent_s[device], begin_s)
-        for begin_s, turn in begins:
-            if not self.can_wait(turn):
+        for begin_s, can_wait, turn in begins:
+            if not can_wait:
                 yield begin_s, 0 if turn.is_backward else 1, turn.micro_batch, turn
             elif begin_s + self.patience * self.lasts_s(turn) <= urgent_s[self.flow.device_of[turn.stage]]:
                 yield begin_s, 2, turn.micro_batch, turn
 
     def can_wait(self, turn: Turn) -> bool:
         """Whether no other stage waits for a turn."""
-        spec = self.flow.interface.stages[turn.stage]
-        return turn.is_weight or (turn.is_backward and not any(i.requires_grad for i in spec.inputs))
+        return turn.is_weight or (turn.is_backward and turn.stage in self.last)
 
     def lasts_s(self, action: StageAction) -> float:
         whole_s = super().lasts_s(action)

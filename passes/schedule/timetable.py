@@ -25,6 +25,7 @@ class Timetable:
             for device in [draft.lane_hardware.devices[flow.device_of[spec.name]]]
         }
         self.ended_s: dict[StageAction, float] = {}
+        self.ready_s: dict[Turn, float] = {}  # when all that a turn waits for has ended, which nothing changes then
         self.free_s = [0.0] * flow.interface.num_devices
         self.ends: list[tuple[float, Placed]] = []
 
@@ -51,7 +52,12 @@ class Timetable:
 
     def begin_s(self, turn: Turn) -> float:
         """The seconds at which a turn can begin; infinity while it waits for something whose end is not known yet."""
-        return max([self.free_s[self.device(turn)], *self.waits_s(turn)])
+        ready_s = self.ready_s.get(turn)
+        if ready_s is None:
+            ready_s = max(self.waits_s(turn), default=0.0)
+            if ready_s < math.inf:
+                self.ready_s[turn] = ready_s
+        return max(self.free_s[self.device(turn)], ready_s)
 
     def device(self, action: StageAction) -> int:
         """The device of an action; a stage that is updated has one only."""

@@ -167,6 +167,22 @@ def test_its_work_is_bounded_by_fewer_rows_and_then_not_done(monkeypatch: pytest
     assert comparison_of(model, batch, **options).startswith(NOT.format("a row takes more than"))
 
 
+def test_little_work_is_done_on_one_thread_and_leaves_their_number() -> None:
+    own, seen = torch.get_num_threads(), list[int]()
+
+    def note_threads(net: Net, x: Tensor, traced: bool) -> Tensor:
+        if not traced:
+            seen.append(torch.get_num_threads())
+        return x
+
+    torch.set_num_threads(2)
+    try:
+        assert comparison_of(Net(note_threads), batch_of()) == EQUAL.format("2 rows")
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(own)
+
+
 def test_explain_says_what_was_compared() -> None:
     options = {"strategy": "balanced", "micro_batches": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
     job = penstock.compile(Net(), HARDWARE, example_inputs=batch_of(), **options)

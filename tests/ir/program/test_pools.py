@@ -6,12 +6,8 @@ import pytest
 
 from penstock.ir import ops
 from penstock.ir.machine.presets import gaps_bytes
-from penstock.ir.program import Pools, Program, pooled_bytes, profile_memory, work_of
+from penstock.ir.program import Program, pooled_bytes, pools_of, profile_memory
 from penstock.tests.ir.program.handmade import pipeline
-
-
-def pools_of(program: Program) -> Pools:
-    return Pools(program, {node: work_of(program, node) for node in program.ops()})
 
 
 def splitting() -> list[Program]:

@@ -20,7 +20,6 @@ from penstock.ir.calls import op_of
 from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import (
-    Pools,
     Program,
     add_host_waits,
     build_order,
@@ -29,10 +28,10 @@ from penstock.ir.program import (
     operands,
     place_frees,
     places_of,
+    pools_of,
     producer_of,
     profile_memory,
     values_of,
-    work_of,
 )
 from penstock.ir.verify import verify
 from penstock.runtime.device.issuing import Box, Loans, storages_in
@@ -177,10 +176,6 @@ def shares_of(program: Program, budget_bytes: int) -> dict[str, int]:
     profile = profile_memory(program)
     lasting_bytes = profile.persistent.total(ops.DEVICE) + profile.arena_bytes
     return pools_of(program).shares(budget_bytes - lasting_bytes)
-
-
-def pools_of(program: Program) -> Pools:
-    return Pools(program, {node: work_of(program, node) for node in program.ops()})
 
 
 def meeting(model: Model, index: int) -> Any:
