@@ -138,6 +138,11 @@ def _find(request: Request) -> tuple[Request, Graphs, Wishes, RowFacts, SearchRe
     try:
         wishes, rows = _learn_rows(request, graphs)
         result = _search(request, graphs, wishes, rows)
+        if wishes.micro_batches is None and not rows.couplings and graphs.accumulate is None:
+            rows = graphs.facts_at(result.best.count)
+            if rows.couplings:
+                wishes = _keep_rows_together(wishes, rows)
+                result = _search(request, graphs, wishes, rows)
     except NeedsValue as error:
         return _find(request.with_prologue(error))
     _require_runnable(request, result.best)
@@ -158,10 +163,15 @@ def _learn_rows(request: Request, graphs: Graphs) -> tuple[Wishes, RowFacts]:
     usual, more = micro_batch_counts(wishes.batch_size, machine)
     counts = [*usual, *more] if wishes.micro_batches is None else [wishes.micro_batches]
     rows = graphs.learn_rows(counts)
-    if rows.couplings and wishes.micro_batches is None:
-        has_lanes = wishes.asked is not None and wishes.asked.mesh is not None  # each has rows of its own
-        wishes = dataclasses.replace(wishes, micro_batches=None if has_lanes else 1, fewest_first=has_lanes)
-    return wishes, rows
+    return _keep_rows_together(wishes, rows), rows
+
+
+def _keep_rows_together(wishes: Wishes, rows: RowFacts) -> Wishes:
+    """The wishes, with the fewest micro-batches where rows meet and the number of them is open."""
+    if not rows.couplings or wishes.micro_batches is not None:
+        return wishes
+    has_lanes = wishes.asked is not None and wishes.asked.mesh is not None  # each has rows of its own
+    return dataclasses.replace(wishes, micro_batches=None if has_lanes else 1, fewest_first=has_lanes)
 
 
 def _mini_batch_size(wishes: Wishes, machine: Hardware) -> int | None:

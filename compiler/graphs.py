@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..graph.follow.coupling import find_facts, scaled_loss
-from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
+from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts, goes_on
 from ..graph.opgraph import OpGraph
 from ..graph.sizes.named import substitute_sizes
 from ..ir.errors import CaptureError
@@ -48,7 +48,7 @@ class Graphs:
         self.request, self.accumulate = request, accumulate
         self.sizes: Sizes | None = None  # None: the most of each
         self._facts = MEAN_OVER_ROWS
-        self._has_learned = False
+        self._has_learned, self._learned_at = False, 1
         self._known: dict[int, OpGraph] = {}
         self._tape = tape or Tape()
 
@@ -104,11 +104,24 @@ class Graphs:
         """
         if not self._has_learned:
             facts = find_facts(self, counts, self.request.batch.shape.size, self.request.device_kind)
+            self._learned_at = counts[0] if counts[0] in self._known else 1
             self._facts = facts if self.accumulate is None else facts.with_each_update()  # several updates mix them
             for count, graph in self._known.items():
                 self._scale(graph, count)
             self._has_learned = True
         return self._facts
+
+    def facts_at(self, count: int) -> RowFacts:
+        """The facts of a plan of `count` micro-batches, which the model may tell from other numbers of them."""
+        size = self.request.batch.shape.size
+        parts = {size // each: self(each) for each in (self._learned_at, count)}
+        if count == 1 or len(parts) == 1 or goes_on(parts, size, self(1)):
+            return self._facts
+        unscaled = copy.copy(self)
+        unscaled._facts = MEAN_OVER_ROWS
+        if self._facts.power:
+            unscaled._known = {}
+        return find_facts(unscaled, [count], size, self.request.device_kind)
 
     def factor(self, count: int) -> float:
         """The factor of the loss in the graph of one of `count` micro-batches."""

@@ -3,7 +3,8 @@
 In: the functions, classes and objects that are about to run. Out: whatever holds a fake tensor or a traced size
 afterwards is as it was: a dictionary of a module, a global variable, an attribute of a class, a default argument, a
 variable of a closure, an `lru_cache`. What is looked at follows from the names in the code that can run, so that
-objects of the script which no such code names cost nothing.
+objects of the script which no such code names cost nothing: nor does what `__init__` of a module's class names, unless
+code can make another object of the class.
 """
 
 from __future__ import annotations
@@ -67,12 +68,17 @@ class ScriptCaches:
         self._seen: dict[int, Any] = {}  # id -> the object, which keeps its id
         self._names = {*_CALLED_BY_TORCH}  # and those in code that was reached
         self._unnamed: dict[str, list[Any]] = {}  # values by name, which no code was seen to read yet
+        self._makers: dict[int, Any] = {}  # id of a class whose objects are there -> its `__init__`
         self._waiting: list[Any] = [*roots]
+        modules = [*modules]
+        classes = dict.fromkeys(map(type, modules))
         for module in modules:
             self._seen[id(module)] = module
-            self._waiting += [type(module), *vars(module).values()]
-        holders = (each for each in self._waiting if isinstance(each, (type, FunctionType)))
+            self._waiting += vars(module).values()
+        holders = (each for each in (*classes, *self._waiting) if isinstance(each, (type, FunctionType)))
         self._asked = {_package_of(each) for each in holders}  # libraries that run as the script's own code
+        for each in classes:
+            self._visit_class(each)
         while self._waiting:
             self._visit(self._waiting.pop())
 
@@ -97,8 +103,19 @@ class ScriptCaches:
             if any(_holds_fakes(*each) for each in entries):  # their keys
                 cache.cache_clear()
 
+    def _visit_class(self, kind: type) -> None:
+        """Visit the class of an object that is there, with what it inherits from."""
+        for each in kind.__mro__:
+            if id(each) not in self._seen and not self._is_foreign(each):
+                self._seen[id(each)] = each
+                self._before.append((each, _slots(each)))
+                self._makers[id(each)] = vars(each).get("__init__")
+                self._expose({name: value for name, value in vars(each).items() if name != "__init__"})
+
     def _visit(self, value: Any) -> None:
         kind = type(value)
+        if id(value) in self._makers:  # code reads the class itself
+            self._waiting += (self._makers.pop(id(value)), *value.__mro__)
         if kind in _LEAVES or id(value) in self._seen or issubclass(kind, torch.Tensor):
             return
         self._seen[id(value)] = value
@@ -120,8 +137,11 @@ class ScriptCaches:
                 self._waiting.append(value.__dict__)
 
     def _visit_function(self, function: FunctionType) -> None:
-        held = (function.__defaults__, function.__kwdefaults__, function.__closure__, vars(function))
-        self._waiting += held
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        of_super = cells.pop("__class__", _EMPTY)
+        if of_super != _EMPTY:
+            self._visit_class(of_super.cell_contents)
+        self._waiting += (function.__defaults__, function.__kwdefaults__, vars(function), *cells.values())
         place = function.__globals__
         module = sys.modules.get(place.get("__name__", ""))
         if module is not None and self._is_foreign(module):

@@ -60,7 +60,10 @@ def test_ci_runs_every_console_command_word_for_word() -> None:
     assert not missing, f"README.md shows commands that .ci/run does not execute: {missing}"
 
 
-@pytest.mark.parametrize("failing", [*console_commands(README), "make lint docs", ""])
+MORE = ("make lint docs", "make gpu-emulated-core", "make browser")
+
+
+@pytest.mark.parametrize("failing", [*console_commands(README), *MORE, ""])
 def test_ci_fails_with_any_of_its_commands(failing: str, tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text(CI, "utf-8")

@@ -155,6 +155,7 @@ class Recorder(GraphWriter):
             (*CALL_OF_MODULES, self.on_module),
             (torch.autocast, "__enter__", self.on_autocast),
             (torch.autocast, "__exit__", self.on_autocast_exit),
+            (FakeTensor, "tolist", self.on_list),
             (logging.Handler, "handleError", self.on_log_error),
             *((owner, name, partial(self.on_library_call, own)) for owner, name, own in library_calls()),
         ]
@@ -240,6 +241,11 @@ class Recorder(GraphWriter):
         """Forward asks for recomputation."""
         self.has_checkpoints = True
         return checkpointed(*args, **kwargs)
+
+    def on_list(self, own: Callable[..., Any], tensor: torch.Tensor) -> Any:
+        """A tensor is read as a list: in one call if its values are known, which is else one for each number."""
+        known = self.values.knows(tensor) and not self.chosen.has(tensor)
+        return self._other_call(torch.Tensor.tolist, tensor) if known else own(tensor)
 
     def on_log_error(self, tell: Callable[..., Any], handler: logging.Handler, record: logging.LogRecord) -> None:
         """A line of a log cannot be written. One with a value that is not known is left out: programs write no logs."""

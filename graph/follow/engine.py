@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from ...ir.calls import function_name
 from ...runtime.functions.chosen import gradient_if
 from ...runtime.stage.operators import written_tensors
 from ...runtime.torch_names import TorchDispatchMode
@@ -65,12 +66,22 @@ class Trail:
 
     def has_calls_of(self, other: Trail) -> bool:
         """Whether the loss is made by the same calls, in the same order."""
-        ours, theirs = ([(node.target, len(row)) for node, row in each.numbers.items()] for each in (self, other))
+        ours, theirs = ([(called(node), len(row)) for node, row in each.numbers.items()] for each in (self, other))
         return ours == theirs
+
+    @property
+    def calls(self) -> frozenset[str]:
+        """What makes the loss."""
+        return frozenset(called(node) for node in self.numbers if node.op.startswith("call"))
 
 
 # By node, of each number: its growth with the number of rows, None if irregular.
 Powers = Mapping[fx.Node, Sequence[float | None]]
+
+
+def called(node: fx.Node) -> str:
+    """The name of what a node calls, as a method or as a function; an autograd function is another in each trace."""
+    return function_name(node.target, str(node.target))
 
 
 def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind: str = "cpu") -> Trail:
@@ -509,12 +520,14 @@ def powers_of(first: Trail, rows: int, second: Trail, other_rows: int) -> Powers
     ratio, theirs = math.log(other_rows / rows), second.numbers.values()
     if first.has_calls_of(second):
         pairs = zip(first.numbers.items(), theirs)
-        return {node: [_power(a, b, ratio) for a, b in zip(row, other)] for (node, row), other in pairs}
+        return {node: [power_of(a, b, ratio) for a, b in zip(row, other)] for (node, row), other in pairs}
     is_same = {*itertools.chain(*first.numbers.values())} == {*itertools.chain(*theirs)}
     return {node: [0.0 if is_same else None] * len(row) for node, row in first.numbers.items()}
 
 
-def _power(first: float, second: float, ratio: float) -> float | None:
+def power_of(first: float, second: float, ratio: float) -> float | None:
+    """The power of a number of rows by which a number grows from the first to the second; None if by none. `ratio`: the
+    logarithm of how many times the rows are."""
     if first == second:
         return 0.0
     if first * second <= 0 or not math.isfinite(first * second):

@@ -6,19 +6,21 @@ a mean or a sum over rows, and which buffers forward updates whatever the rows a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Set
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 
 from pydantic import BaseModel, ConfigDict
 from torch import fx
 
 from ...ir.calls import function_name
 from ...ir.errors import CaptureError
+from ...runtime.torch_names import tree_leaves
 from ..blocks import structural_hash
 from ..dataflow import Dataflow
 from ..loss_terms import LossTerm
 from ..operators.states import Kind, Mixed
 from ..opgraph import OpGraph, value_tensors
-from .engine import Trail, follow, powers_of
+from .engine import Trail, called, follow, power_of, powers_of
 
 GraphOf = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 
@@ -82,26 +84,53 @@ def row_facts(
     other_trail = follow(other, other_rows, device_kind=device_kind)
     powers, is_alike = powers_of(trail, rows, other_trail, other_rows), trail.has_calls_of(other_trail)
     if is_said and is_alike and not any(power != 0 for row in powers.values() for power in row):
-        return _facts(graph, trail)
-    ours, theirs = _repeated_updates(graph, trail), _repeated_updates(other, other_trail)
-    same = {name for name, update in ours.items() if theirs.get(name) == update}
-    terms = graph.loss.terms
-    if rows == 1:  # more rows show more
-        powers = powers_of(other_trail, other_rows, trail, rows)
-        graph, rows = other, other_rows
-    found = _facts(graph, follow(graph, rows, powers, device_kind), same, terms)
-    if is_alike or rows == batch_size:
+        found = _facts(graph, trail)
+    else:
+        ours, theirs = _repeated_updates(graph, trail), _repeated_updates(other, other_trail)
+        same = {name for name, update in ours.items() if theirs.get(name) == update}
+        more, more_rows = graph, rows
+        if rows == 1:  # more rows show more
+            powers, more, more_rows = powers_of(other_trail, other_rows, trail, rows), other, other_rows
+        found = _facts(more, follow(more, more_rows, powers, device_kind), same, graph.loss.terms)
+    try:
+        whole = trace(1)  # which may do what no part does
+    except CaptureError:
         return found
-    whole = trace(1)  # which may do what no part does
-    powers = powers_of(follow(whole, batch_size, device_kind=device_kind), batch_size, trail, batch_size // count)
-    of_whole = _facts(whole, follow(whole, batch_size, powers, device_kind), same)
-    return _join(found, of_whole, str(whole.outputs["loss"].meta["source"]))
+    if count == 1 or (is_alike and goes_on({rows: graph, other_rows: other}, batch_size, whole)):
+        return found
+    whole_trail = follow(whole, batch_size, device_kind=device_kind)
+    powers = powers_of(whole_trail, batch_size, trail, rows)
+    of_whole = _facts(whole, follow(whole, batch_size, powers, device_kind), {*found.repeated_buffers})
+    loop = other_trail if rows == 1 else trail  # over some rows: over one it has no sum of them
+    is_same = trail.calls <= whole_trail.calls <= loop.calls | trail.calls
+    return _join(found, of_whole, is_same, str(whole.outputs["loss"].meta["source"]))
 
 
-def _join(facts: RowFacts, whole: RowFacts, source: str) -> RowFacts:
+def goes_on(parts: Mapping[int, OpGraph], batch_size: int, whole: OpGraph) -> bool:
+    """Whether the whole batch has the calls of its parts, with numbers that follow from those of the parts. `parts`:
+    two graphs, by their rows."""
+    (rows, graph), (other_rows, other) = parts.items()
+    if any([*map(called, each.nodes)] != [*map(called, whole.nodes)] for each in (graph, other)):
+        return False
+    along, ratio = (batch_size - rows) / (other_rows - rows), math.log(other_rows / rows)
+    for a, b, c in zip(_numbers(graph), _numbers(other), _numbers(whole), strict=True):
+        power = power_of(a, b, ratio)
+        is_power = power is not None and math.isclose(c, a * (batch_size / rows) ** power)
+        if not is_power and not math.isclose(c, a + (b - a) * along):
+            return False
+    return True
+
+
+def _numbers(graph: OpGraph) -> list[float]:
+    given = (leaf for node in graph.nodes for leaf in tree_leaves((node.args, node.kwargs)))
+    return [float(leaf) for leaf in given if isinstance(leaf, (int, float))]
+
+
+def _join(facts: RowFacts, whole: RowFacts, is_same: bool, source: str) -> RowFacts:
     """The facts of a part and of the whole batch, of a model that makes other calls for other numbers of rows.
-    `source`: the line of the loss."""
-    counted = [] if facts.power == whole.power else [Coupling(kind=Kind.ROW_COUNT, operator="loss", source=source)]
+    `is_same`: whether these are the same calls, only more or fewer of them; `source`: the line of the loss."""
+    is_followed = is_same and facts.power == whole.power
+    counted = [] if is_followed else [Coupling(kind=Kind.ROW_COUNT, operator="loss", source=source)]
     couplings = dict.fromkeys((*facts.couplings, *whole.couplings, *counted))
     return facts.model_copy(update={"couplings": tuple(couplings)})
 

@@ -12,6 +12,7 @@ from penstock.compiler.capture import trace as tracing
 from penstock.compiler.graphs import Graphs
 from penstock.compiler.planning import sharing
 from penstock.compiler.search import attempts
+from penstock.ir.errors import DoesNotFit
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -154,3 +155,27 @@ def test_a_model_that_branches_on_its_rows_is_traced_for_each_number(
     )
     assert traces == [True, False]
     assert "x.tanh()" in job.folder.files[0] and "torch.tanh(x)" not in job.folder.files[0]
+
+
+class Wide(nn.Module):
+    """Long rows: only few of them fit. `special`: the number of rows of which forward does something else."""
+
+    def __init__(self, special: int) -> None:
+        super().__init__()
+        self.layer, self.special = nn.Linear(4, 4), special
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x).repeat(1, 1000)
+        for _ in range(10):
+            x = x.sin()
+        return (x.relu() if len(x) == self.special else x).square().mean()
+
+
+def test_a_number_that_the_search_chooses_is_looked_at_like_the_first() -> None:
+    hardware, batch = penstock.Hardware.cpu(1, memory="500kB"), {"x": torch.randn(8, 4)}
+    options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD, "strategy": "balanced"}
+    with penstock.compile(Wide(special=0), hardware, **options) as job:
+        count = job.plan.micro_batches
+        assert count > 2  # the first look is at one and two
+    with pytest.raises(DoesNotFit, match="Rows of a batch are coupled: the loss depends on how many rows there are"):
+        penstock.compile(Wide(special=8 // count), hardware, **options)

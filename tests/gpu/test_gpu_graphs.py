@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from penstock.tests.gpu.rehearsal import (
     swapping_job,
 )
 from penstock.tests.gpu.test_gpu_parity import change
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = pytest.mark.gpu
@@ -61,9 +63,8 @@ def both(**options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "precision", ["fp32", "bf16", pytest.param("bf16-true", marks=pytest.mark.emulated_core), "fp16"]
+    ("stages", "precision"), core_of([(2, "bf16-true")], product((2, 1), ("fp32", "bf16", "bf16-true", "fp16")))
 )
-@pytest.mark.parametrize("stages", [2, 1])
 def test_numbers_are_those_as_written(stages: int, precision: str) -> None:
     both(stages=stages, precision=precision, optimizer=ADAMW)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from penstock.bench.peers import parity
 from penstock.ir import ops
 from penstock.runtime.accelerator import allocator_figures
 from penstock.tests.gpu.rehearsal import DEVICE, batches, exact, model_of, on_gpu, swapping_job
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
@@ -19,9 +22,12 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.emulated_core)])
-@pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("clipped", [True, False])
+CORE = {("bf16", "overlapped", True), ("bf16", "exact", False)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "line", "clipped"), core_of(CORE, product(("fp32", "bf16"), LINES, (True, False)))
+)
 def test_losses_and_weights_are_eagers(line: str, precision: str, clipped: bool) -> None:
     model, data = model_of(), batches()
     options = {"optimizer": parity.SGD, "precision": precision, "max_grad_norm": 0.5 if clipped else None}

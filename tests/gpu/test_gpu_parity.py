@@ -34,7 +34,7 @@ pytestmark = on_gpu
 WITH_MASKS = ("gpt2", "bert", "llama", "t5")  # of transformers
 
 
-CORE = {("resident", "fp32"), ("2 stages", "fp16"), ("swapped", "fp32"), ("swapped", "bf16")}
+CORE = {("resident", "fp32"), ("2 stages", "fp16"), ("swapped", "bf16")}
 
 
 @pytest.mark.parametrize(("kind", "precision"), core_of(CORE, product(KINDS, ("fp32", "bf16", "fp16"))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from penstock.bench.peers import parity
 from penstock.ir import ops
 from penstock.runtime.accelerator import allocator_figures
 from penstock.tests.gpu.rehearsal import DEVICE, batches, exact, model_of, on_gpu, swapping_job
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
@@ -33,8 +35,7 @@ def frozen_but_norms() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.emulated_core)])
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(("precision", "line"), core_of([("bf16", "overlapped")], product(("fp32", "bf16"), LINES)))
 def test_losses_and_weights_are_eagers(line: str, precision: str) -> None:
     model, data = frozen_but_norms(), batches()
     wanted = parity.train_eager(model, data, DEVICE, precision, optimizer=ADAMW, max_grad_norm=0.5)

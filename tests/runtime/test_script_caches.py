@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.compiler.capture.prologue.made_input import MadeInput
 from penstock.runtime import script_caches
-from penstock.runtime.script_caches import kept_caches
+from penstock.runtime.script_caches import ScriptCaches, kept_caches
 from penstock.runtime.torch_names import FakeTensor, FakeTensorMode
 
 
@@ -279,6 +279,56 @@ def test_objects_that_no_code_names_are_not_looked_at(monkeypatch: pytest.Monkey
         pass
     assert any(owner is DICT for owner in looked_at)
     assert not any(owner is ORDERED for owner in looked_at)
+
+
+MADE: dict[str, Tensor] = {}
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = remember(MADE)
+
+    def forward(self) -> Tensor:
+        return torch.arange(4.0)
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Positions()
+
+    def forward(self) -> Tensor:
+        return self.inner()  # type: ignore[no-any-return]
+
+
+class Again(Alone):
+    def forward(self) -> Tensor:
+        return super().forward() + Positions().table
+
+
+class FromTable(Alone):
+    kinds = {"positions": Positions}
+
+    def forward(self) -> Tensor:
+        return self.kinds["positions"]().table
+
+
+@pytest.mark.parametrize("kind", [Alone, Again, FromTable])
+def test_what_a_module_keeps_as_it_is_made_is_looked_at_if_forward_can_make_one(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[Any] = []
+    slots = script_caches._slots
+    model = kind()
+    MADE.clear()
+    monkeypatch.setattr(script_caches, "_slots", lambda owner: looked_at.append(owner) or slots(owner))
+    caches = ScriptCaches([], model.modules())
+    with FakeTensorMode():
+        model()
+    caches.put_back()
+    assert not MADE
+    assert any(owner is MADE for owner in looked_at) == (kind is not Alone)
 
 
 def test_a_module_that_imports_at_a_name_is_asked_for_none() -> None:

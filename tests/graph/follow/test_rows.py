@@ -168,7 +168,7 @@ def test_a_batch_that_is_never_cut_is_traced_again_only_where_one_graph_leaves_s
     for name, count, is_whole, expected in (
         ("mean", 1, True, [1]),
         ("mean", 1, False, [1, 2]),
-        ("mean", 4, False, [4, 2]),
+        ("mean", 4, False, [4, 2, 1]),
         ("sum by a constant", 1, True, [1, 2]),
     ):
         traced: list[int] = []
@@ -213,6 +213,30 @@ def test_a_loop_that_computes_a_row_by_its_number(name: str, count: int) -> None
     (coupling,) = facts_of(_model_with(BY_NUMBER[name]), batch_of(ROWS), count).couplings
     assert coupling.kind is Kind.ROW_NUMBER
     assert not agrees(_model_with(BY_NUMBER[name]), batch_of(ROWS), 0)
+
+
+OF_ALL: dict[str, Callable[[Tensor], Tensor]] = {  # what is done to all rows of the batch, and to no fewer
+    "other call": torch.relu,
+    "more calls": lambda h: (h.tanh().cos() + 1).sigmoid(),
+    "number": lambda h: h * 3,
+}
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS // 2])
+@pytest.mark.parametrize("name", OF_ALL)
+def test_what_one_number_of_rows_alone_is_computed_by(name: str, rows: int) -> None:
+    """Of the whole batch, or of each of two micro-batches: all others are alike."""
+
+    def loss(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        return (OF_ALL[name](h) if len(h) == rows else h).square().mean()
+
+    def pick(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        return (h * (3 if len(h) == rows else 1)).square().mean()
+
+    for each in (loss, pick):
+        for count in (2, ROWS) if rows == ROWS else (2,):
+            found = facts_of(model_of(each), batch_of(ROWS), count)
+            assert {coupling.kind for coupling in found.couplings} == {Kind.ROW_COUNT}
 
 
 # --- numbers

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.compiler.capture.trace import TraceOptions, record_steps
 from penstock.compiler.check.check import check
 from penstock.errors import BatchError, CaptureError, PlanError
 from penstock.tests.shown_elsewhere import slow_but, slow_rows_but
@@ -144,6 +145,15 @@ def test_the_program_reads_what_the_prologue_makes(seeing: penstock.Job) -> None
     assert "self.places.table(prologue_0)" in code or "self.table(prologue_0)" in code
     assert "zeros" not in code and "types" not in code.split("def step")[0]
     assert ", [4, 4], dim=0)" in code  # the patches of each image
+
+
+def test_a_list_of_numbers_is_read_in_one_call() -> None:
+    batch = batch_of(0)
+    options = TraceOptions(lent={name: batch[name] for name in ("ids", "types", "grid", "labels")})
+    called = [
+        getattr(node.target, "__name__", node.target) for node in record_steps(Seeing(), batch, options).recorder.steps
+    ]
+    assert called.count("unbind") == 1, called  # of `types` into rows, none of these or of `grid` into numbers
 
 
 def test_compile_says_what_is_read() -> None:
