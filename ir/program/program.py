@@ -239,7 +239,7 @@ def donated_operands(node: fx.Node) -> list[fx.Node]:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The values an op reads, in order, without the batch."""
-    return [n for n in node._input_nodes if n.op != "placeholder"]
+    return [n for n in node.all_input_nodes if n.op != "placeholder"]
 
 
 def place_frees(program: Program) -> None:
