@@ -66,20 +66,22 @@ class Trail:
 
     def has_calls_of(self, other: Trail) -> bool:
         """Whether the loss is made by the same calls, in the same order."""
-        ours, theirs = ([(called(node), len(row)) for node, row in each.numbers.items()] for each in (self, other))
+        ours, theirs = (
+            [(name_of_call(node), len(row)) for node, row in each.numbers.items()] for each in (self, other)
+        )
         return ours == theirs
 
     @property
     def calls(self) -> frozenset[str]:
-        """What makes the loss."""
-        return frozenset(called(node) for node in self.numbers if node.op.startswith("call"))
+        """The names of the calls that make the loss."""
+        return frozenset(name_of_call(node) for node in self.numbers if node.op.startswith("call"))
 
 
 # By node, of each number: its growth with the number of rows, None if irregular.
 Powers = Mapping[fx.Node, Sequence[float | None]]
 
 
-def called(node: fx.Node) -> str:
+def name_of_call(node: fx.Node) -> str:
     """The name of what a node calls, as a method or as a function; an autograd function is another in each trace."""
     return function_name(node.target, str(node.target))
 

@@ -20,7 +20,7 @@ from ..dataflow import Dataflow
 from ..loss_terms import LossTerm
 from ..operators.states import Kind, Mixed
 from ..opgraph import OpGraph, value_tensors
-from .engine import Trail, called, follow, power_of, powers_of
+from .engine import Trail, follow, name_of_call, power_of, powers_of
 
 GraphOf = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 
@@ -110,10 +110,13 @@ def goes_on(parts: Mapping[int, OpGraph], batch_size: int, whole: OpGraph) -> bo
     """Whether the whole batch has the calls of its parts, with numbers that follow from those of the parts. `parts`:
     two graphs, by their rows."""
     (rows, graph), (other_rows, other) = parts.items()
-    if any([*map(called, each.nodes)] != [*map(called, whole.nodes)] for each in (graph, other)):
+    if any([*map(name_of_call, each.nodes)] != [*map(name_of_call, whole.nodes)] for each in (graph, other)):
+        return False
+    numbers = [_numbers(each) for each in (graph, other, whole)]
+    if len({*map(len, numbers)}) > 1:  # as of sizes of each row
         return False
     along, ratio = (batch_size - rows) / (other_rows - rows), math.log(other_rows / rows)
-    for a, b, c in zip(_numbers(graph), _numbers(other), _numbers(whole), strict=True):
+    for a, b, c in zip(*numbers):
         power = power_of(a, b, ratio)
         is_power = power is not None and math.isclose(c, a * (batch_size / rows) ** power)
         if not is_power and not math.isclose(c, a + (b - a) * along):

@@ -207,6 +207,13 @@ def test_a_loop_over_rows_that_computes_each_alike(name: str, count: int) -> Non
     assert agrees(_model_with(ALIKE[name]), batch_of(ROWS), 0)
 
 
+def test_a_list_with_a_number_for_each_row() -> None:
+    def split(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        return torch.cat(h.split([1] * len(h))).square().mean()
+
+    assert facts_of(model_of(split), batch_of(ROWS), 2) == RowFacts()
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", BY_NUMBER)
 def test_a_loop_that_computes_a_row_by_its_number(name: str, count: int) -> None:
