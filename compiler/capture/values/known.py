@@ -49,8 +49,9 @@ class KnownValues:
         return self._of.get(id(fake), fake)
 
     def form_of(self, fake: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor of which a call reads shape and dtype alone: where it is not known, zeros of these."""
-        if self.knows(fake):
+        """The value of a tensor of which a call reads shape and dtype alone: where it is not known, zeros of these;
+        the tensor itself where its sizes are not known either."""
+        if self.knows(fake) or not all(isinstance(size, int) for size in fake.shape):
             return self.value(fake)
         with unset_fake_temporarily():
             return torch.zeros((), dtype=fake.dtype).expand(fake.shape)
@@ -72,7 +73,8 @@ class KnownValues:
         """The real result of a call. `own`: makes an operand of a value."""
         operands: dict[int, torch.Tensor] = {}
         if function_name(run) in OF_FORM and args and isinstance(args[0], fx.Node):
-            args = (self.form_of(args[0].meta["val"]), *args[1:])
+            form = self.form_of(args[0].meta["val"])
+            args = (args[0] if isinstance(form, FakeTensor) else form, *args[1:])
         try:
             args, kwargs = fx.map_arg((args, kwargs), lambda node: self._of[id(node.meta["val"])])
         except KeyError:
