@@ -112,7 +112,8 @@ class Graphs:
         return self._facts
 
     def facts_at(self, count: int) -> RowFacts:
-        """The facts of a plan of `count` micro-batches, which the model may tell from other numbers of them."""
+        """The facts of a plan of `count` micro-batches: those of the first number, unless forward does something else
+        at this one."""
         size = self.request.batch.shape.size
         parts = {size // each: self(each) for each in (self._learned_at, count)}
         if count == 1 or len(parts) == 1 or goes_on(parts, size, self(1)):

@@ -101,8 +101,8 @@ def row_facts(
     whole_trail = follow(whole, batch_size, device_kind=device_kind)
     powers = powers_of(whole_trail, batch_size, trail, rows)
     of_whole = _facts(whole, follow(whole, batch_size, powers, device_kind), {*found.repeated_buffers})
-    loop = other_trail if rows == 1 else trail  # over some rows: over one it has no sum of them
-    is_same = trail.calls <= whole_trail.calls <= loop.calls | trail.calls
+    several = other_trail if rows == 1 else trail  # a loop over a single row adds nothing up
+    is_same = trail.calls <= whole_trail.calls <= several.calls | trail.calls
     return _join(found, of_whole, is_same, str(whole.outputs["loss"].meta["source"]))
 
 

@@ -21,7 +21,7 @@ from ....graph.opgraph import OpGraph, build_module, value_tensors
 from ....ir.calls import call_name, function_name
 from ....ir.errors import CaptureError
 from ..lines import SourceLines
-from ..values.known import OF_FORM, KnownValues
+from ..values.known import KnownValues, reads_form
 from .made_input import MadeInput
 
 
@@ -120,7 +120,7 @@ class PrologueNodes:
 def _tellers(node: fx.Node) -> list[fx.Node]:
     """The nodes that tell a node's value: its operands, and the calls that write to it."""
     writers = [user for user in node.users if node in user.meta.get("mutates", ())]
-    return [*node.all_input_nodes[call_name(node) in OF_FORM :], *writers]
+    return [*node.all_input_nodes[reads_form(call_name(node)) :], *writers]
 
 
 def find_rows(

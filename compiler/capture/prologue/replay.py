@@ -19,7 +19,7 @@ from ....runtime.torch_names import DisableTorchFunction, FakeTensor, tree_map_o
 from ..calls import RecordedCall, is_random
 from ..recorder import NeedsValue, Recorder
 from ..replay import Misaligned, Replay, same
-from ..values.known import OF_FORM, KnownValues
+from ..values.known import KnownValues, reads_form
 from ..writer import has_tensor
 from .nodes import PrologueNodes
 
@@ -47,7 +47,7 @@ class PrologueReplay(Replay):
         real_args: tuple = (), real_kwargs: dict[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         operands = (real_args, real_kwargs or {})
-        if function_name(call.target) in OF_FORM and real_args and not self.values.knows(real_args[0]):
+        if reads_form(function_name(call.target)) and real_args and not self.values.knows(real_args[0]):
             operands = (self.values.form_of(real_args[0]), *real_args[1:]), real_kwargs or {}
         if run is None or call.kind == "call_module" or is_random(call, *operands) or not self._knows_all(operands):
             return super().perform(call, args, kwargs, run, real_args, real_kwargs)

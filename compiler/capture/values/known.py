@@ -14,14 +14,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....graph.operators.record import Elements
+from ....graph.operators.table import OPERATORS
 from ....ir.calls import function_name
 from ....runtime.torch_names import FakeTensor, tree_map_only, unset_fake_temporarily
 
 LARGEST = 1 << 12  # elements of a tensor whose value is kept, where it follows from constants
 LARGEST_OF_BATCH = 1 << 26  # and where an input or a line that has read one makes it
 UNKNOWN = object()
-# Calls that read the shape and the dtype of their first operand alone.
-OF_FORM = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+
+
+def reads_form(name: str) -> bool:
+    """Whether a function reads the shape and the dtype of its first operand alone, as `zeros_like` does."""
+    known = OPERATORS.get(name)
+    return known is not None and known.elements is Elements.NONE
 
 
 class KnownValues:
@@ -72,7 +78,7 @@ class KnownValues:
     ) -> Any:
         """The real result of a call. `own`: makes an operand of a value."""
         operands: dict[int, torch.Tensor] = {}
-        if function_name(run) in OF_FORM and args and isinstance(args[0], fx.Node):
+        if reads_form(function_name(run)) and args and isinstance(args[0], fx.Node):
             form = self.form_of(args[0].meta["val"])
             args = (args[0] if isinstance(form, FakeTensor) else form, *args[1:])
         try:
