@@ -3,7 +3,7 @@
 The repository root holds the package's `__init__.py`, so pytest would take it for a package of tests and import it once
 more under the name of the folder. With this plugin it is a plain directory. Tests marked `gpu` are skipped, and
 counted, if there is no CUDA GPU. Where several processes share the tests, each gets whole files, and whole folders of
-tests that trace and measure the same models, which a process does once.
+tests that trace and measure the same models, or parse the same files, which a process does once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
-ALIKE = {"tests/passes": "graphs", "tests/graph": "graphs", "tests/codegen": "graphs", "tests/compiler/job": "jobs"}
+SOURCES = ("test_words", "test_import_direction", "test_names", "test_parameters", "runtime/test_torch_names")
+ALIKE = {  # files and folders, and the name of what they share
+    **{f"tests/{name}.py": "sources" for name in (*SOURCES, "graph/operators/test_knowledge")},
+    **dict.fromkeys(("tests/passes", "tests/graph", "tests/codegen"), "graphs"),
+    "tests/compiler/job": "jobs",
+}
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -35,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def share_of(file: str) -> str:
     """The name of the tests that one process runs together with those of a file, by its path from the repository."""
-    return next((share for folder, share in ALIKE.items() if file.startswith(f"{folder}/")), file)
+    return next((share for path, share in ALIKE.items() if f"{file}/".startswith(f"{path}/")), file)
 
 
 class WholeShares(LoadFileScheduling):

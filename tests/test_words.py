@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from penstock.cli.options import AnswerOptions, PlanOptions, TrainOptions
+from penstock.tests.syntax import tree_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HABITS = ("participle", "preposition", "relative clause", "behind", "as many", "such as one", "lies, stands", "file")
@@ -143,7 +144,7 @@ def strings(tree: ast.Module) -> Iterator[str]:
 
 
 def habits_of_module(source: str) -> Iterator[str]:
-    tree = ast.parse(source)
+    tree = tree_of(source)
     for node in documented(tree):
         if isinstance(node, Function):
             yield from habits_of_name(node)

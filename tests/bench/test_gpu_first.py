@@ -164,6 +164,7 @@ def test_sections_run_and_their_rows_are_written(tmp_path: Path, capfd: pytest.C
     assert len(exact) > 10 and [row for row in exact if not row["ok"]] == []
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = gpu_first.parsed_texts(["--device", "cpu", "--small", "--out", str(tmp_path)])
     ledger, child = ledger_at(tmp_path), tmp_path / "child.py"
@@ -218,7 +219,7 @@ def test_rows_that_are_not_of_a_real_gpu_are_refused(
     ("words", "told"),
     [
         (["--device", "cpu", "--small", "--part", "pinnin"], "--part 'pinnin': there is none of this name"),
-        (["--device", "cuda"], "--device cuda: torch does not find one here"),
+        pytest.param(["--device", "cuda"], "--device cuda: torch does not find one here", marks=pytest.mark.slow),
     ],
 )
 def test_a_part_or_a_device_that_is_not_there_is_refused(

@@ -35,9 +35,10 @@ def test_padding_on_either_side_is_the_same_text() -> None:
     assert left["attention_mask"][1].tolist() == right["attention_mask"][1].flip(0).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind", "side"),
-    [("Lfm2", "lora", "left"), pytest.param("FalconMamba", "full", "right", marks=pytest.mark.slow)],
+    [("Lfm2", "lora", "left"), ("FalconMamba", "full", "right")],
 )
 def test_a_hybrid_trains_as_eager_does(family: str, kind: str, side: str) -> None:
     model = build(model_class(family))

@@ -75,6 +75,7 @@ class Drawing(torch.nn.Sequential):
         return {"loss": (super().forward(x) * torch.rand(3)).square().mean()}
 
 
+@pytest.mark.slow
 def test_a_class_that_draws_is_compared_with_fixed_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     net, batch = Drawing(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)), {"x": torch.randn(4, 2)}
     trained = comparing.train(copy.deepcopy(net), batch)

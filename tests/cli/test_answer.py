@@ -50,6 +50,7 @@ def print_screen(lines: list[str]) -> list[str]:
     return screen.export_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::FutureWarning", "error::UserWarning")  # of alternatives that nobody asked for
 def test_it_answers_on_one_screen(job: Job) -> None:
     chosen = options()

@@ -91,6 +91,7 @@ def test_help_and_mistyped_options_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_console_script_is_there_and_finds_this_machine() -> None:
     """Alone in its process: what another test has imported may be missing."""
     script = Path(sys.executable).with_name("penstock")
@@ -101,6 +102,7 @@ def test_the_console_script_is_there_and_finds_this_machine() -> None:
     assert here.returncode == 0 and "devices on 1 host" in here.stdout, here.stderr
 
 
+@pytest.mark.slow
 def test_plan_prints_tables(run: Run) -> None:
     code, out, err = run("plan", "--model", GPT, "--hardware", "rtx4090x2", "--batch", "4", "--sequence", "32",
                          "--micro-batches", "2", "--strategy", "gpipe", "--full", "--no-alternatives")  # fmt: skip
@@ -113,6 +115,7 @@ PROVED = ["plan", "--model", GPT, "--hardware", "rtx4090x2", "--batch", "4", "--
           "--no-alternatives"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_plan_proves_its_stages_if_asked(run: Run) -> None:
     code, out, _ = run(*PROVED, "--strategy", "mobius")
     assert code == 0 and "gap" not in out
@@ -157,6 +160,7 @@ def test_plan_as_data(run: Run) -> None:
         assert part in words, part
 
 
+@pytest.mark.slow
 def test_a_plan_can_be_carried_out_again(run: Run, written: Path, tmp_path: Path) -> None:
     edited = json.loads((written / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps(edited))
@@ -233,6 +237,7 @@ def test_check_a_written_directory(run: Run, written: Path) -> None:
     assert {row["what"] for row in report["differences"]} == {"loss", "gradient", "weight"}
 
 
+@pytest.mark.slow
 def test_check_exits_with_1_where_the_plan_differs(run: Run, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.compiler.check.eager.micro_batch_seed", lambda *where: 7)
     code, out, _ = run("check", "--job", str(written), "--steps", "1")
@@ -278,6 +283,7 @@ def test_the_version(run: Run) -> None:
     assert status == 0 and shown.startswith(f"penstock {penstock.__version__}, torch {torch.__version__}, Python 3.")
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_quantised_base_is_planned_without_their_libraries(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

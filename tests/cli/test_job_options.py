@@ -21,6 +21,7 @@ def test_weight_decay_and_a_mask_of_it() -> None:
     assert JobOptions().optimizer_partial().keywords == {"lr": 5e-5}
 
 
+@pytest.mark.slow
 def test_the_mask_reaches_the_job() -> None:
     options = JobOptions(
         model=GPT, hardware=["cpu"], batch=2, sequence=16, micro_batches=1, strategy="gpipe", weight_decay=0.2,

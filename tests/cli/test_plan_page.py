@@ -26,6 +26,7 @@ def machine(path: Path, memory: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_one_machine_with_its_price(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

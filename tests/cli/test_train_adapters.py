@@ -61,6 +61,7 @@ def test_the_adapter_and_the_merged_model_are_written_and_agree(
     assert not torch.allclose(before, logits(merged), atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_it_resumes_bit_for_bit_from_the_adapter_alone(base: Path, text: Path, tmp_path: Path) -> None:
     given = {"model": str(base), "adapter": ADAPTER}

@@ -79,6 +79,7 @@ def test_a_machine_that_is_not_here_is_refused_before_anything_is_read(tmp_path:
         run(chosen)
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_kept(text: Path, tmp_path: Path) -> None:
     """The last ones, of which a run goes on from the last."""
     out, given = tmp_path / "out", {"save_every": 1, "save_total_limit": 2}
@@ -148,6 +149,7 @@ def test_a_second_run_into_one_directory_is_refused_at_its_start(text: Path, tmp
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_neither_overwritten_nor_made_up(text: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
         run(options(text, tmp_path / "out", resume=True))
@@ -313,6 +315,7 @@ def test_ctrl_c_while_python_ends_changes_nothing() -> None:
     assert ended.returncode == 130 and not ended.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_run_says_where_the_last_checkpoint_is(text: Path, tmp_path: Path) -> None:
     screen = Console(file=StringIO(), width=200)
     with pytest.raises(PenstockError, match="loss"):

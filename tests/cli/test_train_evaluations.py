@@ -27,7 +27,6 @@ from penstock.runtime.processes.local import worker_environment
 from penstock.runtime.state.checkpoint import find_latest
 from penstock.tests.cli import small_runs
 from penstock.tests.cli.small_runs import GPT, TEXT, run
-from penstock.tests.shown_elsewhere import slow_rows_but
 
 
 @pytest.fixture
@@ -86,7 +85,8 @@ def test_a_run_ends_for_want_of_better_ones(text: Path, tmp_path: Path, monkeypa
     assert again.steps == 3 and not again.losses
 
 
-@pytest.mark.parametrize(("steps", "count"), slow_rows_but([(3, 3)], [(4, 3), (3, 3)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "count"), [(4, 3), (3, 3)])
 def test_the_last_evaluation_is_made_once(steps: int, count: int, text: Path, tmp_path: Path) -> None:
     result, said = run(options(text, tmp_path / "out", max_steps=steps, eval_every=2))
     assert said.count("held-out rows") == count

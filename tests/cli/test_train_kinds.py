@@ -65,7 +65,9 @@ def eager(chosen: TrainOptions) -> list[float]:
         ),
         pytest.param(ANSWERS, {}, "completion, 16 tokens each", marks=pytest.mark.slow),
         (ANSWERS, {"pack": True, "sequence": 7}, " documents "),
-        (PAIRS, {"adapter": "lora:r=4,alpha=8"}, "preference, 16 tokens of chosen_input_ids"),
+        pytest.param(
+            PAIRS, {"adapter": "lora:r=4,alpha=8"}, "preference, 16 tokens of chosen_input_ids", marks=pytest.mark.slow
+        ),
     ],
     ids=["t5", "bart", "completion", "packed", "pairs"],
 )
@@ -98,6 +100,7 @@ def test_chats_of_a_tokenizer(tmp_path: Path) -> None:
     assert result.losses == pytest.approx(eager(chosen), rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_streamed_rows_resume_where_they_were(tmp_path: Path) -> None:
     given = {"streaming": True, "max_steps": 5, "save_every": 3}
     whole, _ = run(options(tmp_path, ANSWERS, **given))
@@ -118,6 +121,7 @@ def test_what_was_cut_of_streamed_and_of_held_out_rows_is_said(tmp_path: Path) -
     assert "held out: columns that are not read: id" in said
 
 
+@pytest.mark.slow
 def test_held_out_files(tmp_path: Path) -> None:
     held = tmp_path / "held.jsonl"
     held.write_text("\n".join(json.dumps(row) for row in ANSWERS[:5]))

@@ -83,6 +83,7 @@ def test_a_run_shows_itself_until_it_ends(text: Path, tmp_path: Path, monkeypatc
     assert last["evaluations"][1][1] == pytest.approx(result.after)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_page_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Console(file=StringIO(), width=200)
     step = Job.step

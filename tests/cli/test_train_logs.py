@@ -28,6 +28,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "logs" / FILE).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumption_are_one_log(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is stopped after its second step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -68,6 +69,7 @@ def test_a_run_and_its_resumption_are_one_log(text: Path, tmp_path: Path, monkey
     assert [event.step for event in read.Scalars("evaluation/loss")] == [0, 6]
 
 
+@pytest.mark.slow
 def test_a_run_that_breaks_off_ends_its_log(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Job.step
 

@@ -85,6 +85,7 @@ def test_a_stage_that_draws_runs_as_written_and_is_counted_so() -> None:
     assert "stage0  graphed, 4 slots" in text and "stage1  as written: it draws random numbers" in text
 
 
+@pytest.mark.slow
 def test_stages_are_rematerialised_where_their_graphs_do_not_fit_else() -> None:
     """A rematerialised stage has one slot, whatever is in flight. Where that does not fit either, weights would have to
     be fetched."""

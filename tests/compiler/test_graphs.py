@@ -62,6 +62,7 @@ class SumOfRows(nn.Module):
         return x.square().sum()
 
 
+@pytest.mark.slow
 def test_plans_share_a_trace_and_are_those_that_each_makes_alone(traces: list[bool]) -> None:
     """On other machines and with other batches, too; asynchronous micro-batches scale their losses otherwise."""
     model = SumOfRows()

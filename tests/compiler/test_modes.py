@@ -147,6 +147,7 @@ def test_evaluation_is_in_evaluation_mode_as_a_whole() -> None:
     torch.testing.assert_close(before, want, check_dtype=False)
 
 
+@pytest.mark.slow
 def test_a_model_in_evaluation_mode_is_warned_of_once_and_others_never() -> None:
     model, batch = model_and_batch()
     with warnings.catch_warnings():
@@ -159,6 +160,7 @@ def test_a_model_in_evaluation_mode_is_warned_of_once_and_others_never() -> None
     assert len(said) == 1 and said[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_check_compares_in_the_modes_of_the_model() -> None:
     model, batch = model_and_batch()
     frozen_norms(model)  # others have other statistics in the whole batch

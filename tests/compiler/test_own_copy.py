@@ -77,6 +77,7 @@ def test_a_plan_that_fits_beside_nothing_does_not_fit_beside_the_model() -> None
     assert compile_job(model, batch, found[1]).plan.hash == both.plan.hash  # the advice counts it, too
 
 
+@pytest.mark.slow
 def test_hardware_that_came_out_of_a_job_is_counted_anew() -> None:
     model, batch = zoo_case("mlp")
     job = compile_job(model, batch, "10MB")

@@ -17,12 +17,10 @@ from penstock.ir.program import bind, team_of, work_of
 from penstock.runtime.simulate.collectives import rounds_of
 from penstock.tests.compiler.pair_ranks import train_on_ranks
 from penstock.tests.compiler.pairs import ROWS, TOLERANCE, TOO_FEW, WAYS, Difference, Pair, by_reference, pairs
-from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import SEQUENCE
 
 LEAST, MOST_REFUSED = 120, 4  # pairs that must train, and those that may be refused
 TRAINED = [pair for pair in pairs() if not pair.refused]
-QUICK = (Pair("unequal shares", "pipeline"),)
 
 
 def name_of(pair: Pair) -> str:
@@ -39,7 +37,8 @@ def test_few_pairs_are_refused() -> None:
     assert {name for pair in TRAINED for name in (pair.first, pair.second)} == set(WAYS)
 
 
-@pytest.mark.parametrize("pair", slow_but(QUICK, TRAINED), ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", TRAINED, ids=name_of)
 def test_a_pair_trains_as_eager(pair: Pair) -> None:
     found = by_reference(pair)
     assert found.largest <= TOLERANCE, found

@@ -60,6 +60,7 @@ def test_the_model_is_neither_cast_nor_made_for_the_capture() -> None:
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_true_bf16_passes_the_check_against_eager() -> None:
     model, batch = upcasting()
     report = check(compile_job(model, batch, "bf16-true", max_grad_norm=0.5), model, [batch] * 2)

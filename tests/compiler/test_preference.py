@@ -20,7 +20,6 @@ from penstock.errors import CaptureError, PlanError
 from penstock.graph.follow.rows import RowFacts
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.preference_case import adapt, pairs
-from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
 STEPS = 2
@@ -156,7 +155,8 @@ def test_other_strategies(strategy: str) -> None:
     assert_trains_like_eager(job_of(model, strategy), model)
 
 
-@pytest.mark.parametrize("make", slow_but([Ipo], [Ipo, Distil]))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Ipo, Distil])
 def test_wrappers_of_ones_own(make: Any) -> None:
     model = make(adapt())
     batch = pairs() if make is Ipo else {"input_ids": pairs()["chosen_input_ids"], "labels": pairs()["chosen_labels"]}
@@ -255,6 +255,7 @@ def test_a_copy_of_a_layer_may_be_trained() -> None:
     assert_trains_like_eager(job_of(model, "balanced"), model)
 
 
+@pytest.mark.slow
 def test_bad_batches_are_refused() -> None:
     model = penstock.DPO(adapt(num_layers=1))
     missing, more, shorter = pairs(), pairs(), pairs()

@@ -223,6 +223,7 @@ def test_a_device_that_moves_activations_draws_the_same_masks_again(kind: type[n
         assert_close({name: job.state_dict()[name] for name in weights}, weights)
 
 
+@pytest.mark.slow
 def test_an_interface_says_the_layout_and_a_wrong_one_is_refused() -> None:
     torch.manual_seed(1)
     model, (_, batch) = Turned().double(), model_and_batch()
@@ -291,6 +292,7 @@ def test_the_number_of_micro_batches_is_part_of_what_is_drawn() -> None:
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_a_written_file_that_does_not_say_where_it_draws_is_refused(tmp_path: Path) -> None:
     model, batch = model_and_batch()
     job_of(model, batch, 1, "balanced").write(tmp_path)

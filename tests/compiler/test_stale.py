@@ -94,6 +94,7 @@ def test_what_reads_the_devices_does_not_warn(stale: tuple[Job, Any, Any], tmp_p
         job.sync()
 
 
+@pytest.mark.slow
 def test_a_copy_is_a_model_as_any_other_and_needs_nothing_of_ours() -> None:
     model, batch = zoo_case("mlp")
     wanted = model(**batch)["loss"]

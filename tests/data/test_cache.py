@@ -119,6 +119,7 @@ def _slowly(folder: str, count: Any) -> None:
     cache.load_or_make("key", make)
 
 
+@pytest.mark.slow
 def test_two_processes_make_them_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     count = context.Value("i", 0)

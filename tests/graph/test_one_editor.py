@@ -62,6 +62,7 @@ def _names_edge(call: ast.Call) -> bool:
     return keywords or names or any(not isinstance(arg, ast.Constant) for arg in call.args)
 
 
+@pytest.mark.slow
 def test_only_the_editor_writes_edges() -> None:
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 100
@@ -74,6 +75,7 @@ def test_only_the_editor_writes_edges() -> None:
     assert not found, f"only {EDITOR} may edit edges between nodes:\n" + "\n".join(found)
 
 
+@pytest.mark.slow
 def test_the_keys_of_edges_are_listed_once() -> None:
     def names_all(source: str) -> bool:
         nests = (n for n in nodes_of(source) if isinstance(n, ast.Tuple | ast.List | ast.Set))

@@ -28,6 +28,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_fits_are_predicted_and_kept_for_the_next_command(table: Path, tmp_path: Path) -> None:
     kept, told = tmp_path / "kept.jsonl", list[str]()
     first, second = compare(table, kept, best=False, say=told.append)

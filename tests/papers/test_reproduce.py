@@ -33,7 +33,6 @@ from penstock.papers.rule import AGREES, DERIVED, DIFFERS, MEASURED, FigureRow, 
 from penstock.papers.table import AT_LEAST_ONE, FigureTable
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.runtime.simulate import Span, Timeline
-from penstock.tests.shown_elsewhere import slow_rows_but
 
 GPT = "gpt2:n_layer=4,n_embd=64,n_head=4,vocab_size=512,n_positions=64"
 T5 = "t5-small:d_model=32,d_kv=8,d_ff=64,num_layers=2,num_decoder_layers=2,num_heads=4,vocab_size=256"
@@ -160,6 +159,7 @@ def test_swapped_weights_are_fetched_for_forward_and_backward() -> None:
     assert up == pytest.approx(offloaded + sent, rel=0.02)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_trial_without_a_timeline() -> None:
     small = Hardware.preset("mobius-topo2+2", memory="100kB")
     trial = Lab().trial(Workload(GPT, 2, 4, sequence=32), small, LINE)
@@ -245,9 +245,10 @@ def test_figures_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 TOY = {"models": ToyMobius.models, "scaled": "toy", "sequence": ToyMobius.sequence}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "billions"),
-    slow_rows_but([(TOY, [0.000236928])], [(TOY, [0.000236928]), ({}, [3.33, 8.27, 12.85, 51.44])]),
+    [(TOY, [0.000236928]), ({}, [3.33, 8.27, 12.85, 51.44])],
 )
 def test_the_command(
     changes: dict[str, Any],

@@ -31,6 +31,7 @@ TOLERANCE, RENORMED = 1e-11, 1e-6
 EQUAL, REFUSED = "equal", "refused"
 
 
+@pytest.mark.slow
 def test_some_random_features_equal_eager_or_are_refused() -> None:
     found = Counter(outcome(seed) for seed in range(MODELS))
     assert found[EQUAL] > 0

@@ -95,6 +95,7 @@ def test_what_would_wait_for_ever_runs_within_memory_and_trains_like_eager(
     reference(draft, budgets=budgets).step(join_batches(batches(micro_batches, rows)))
 
 
+@pytest.mark.slow
 def test_orders_of_single_programs_are_joined_to_that_of_all() -> None:
     """What is kept of devices whose order has not changed is what would be built again, in the same places."""
     programs = swapping_job(ScheduleInterleaved(), 3, 8, 8, 8, 41449).programs

@@ -22,7 +22,6 @@ from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.passes.staying import choose_staying, kept_bytes
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import Chain, apply, draft_of, text_of, to_schedule
-from penstock.tests.shown_elsewhere import slow_but
 
 
 def frozen_but(what: str, memory: str = "8MB", **options: object) -> Draft:
@@ -106,7 +105,8 @@ def test_memory_counts_them_on_the_device() -> None:
     assert fetched and all(v.bytes == program.interface.stages[v.stage].weight_bytes for v in fetched)
 
 
-@pytest.mark.parametrize("precision", slow_but(["bf16-mixed"], ["fp32", "bf16-mixed", "bf16-true"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
 def test_early_fetches_leave_room_for_updates(precision: str) -> None:
     """Whatever the device's memory: what fits without early fetches fits with those that are chosen."""
     chosen = set()

@@ -33,6 +33,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_children_import_nothing_from_the_current_directory(tmp_path: Path) -> None:
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text("open('CANARY', 'w').write(__name__)\nraise SystemExit(7)\n")

@@ -86,6 +86,7 @@ def test_a_missing_name_is_an_attribute_error() -> None:
         torch_names.nothing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_worker_imports_no_late_module() -> None:
     late = sorted({module for module, _ in torch_names.LATE.values()})
     code = f"import sys, penstock.runtime.processes.worker; print([m for m in {late} if m in sys.modules])"

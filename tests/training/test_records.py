@@ -30,6 +30,7 @@ def test_each_step_is_told_once_in_order_with_what_it_did() -> None:
     assert [step for step, _ in noted.evaluations] == [STEPS - 1] and noted.ends == [False]
 
 
+@pytest.mark.slow
 def test_the_models_work_counts_whatever_the_plan_computes_again() -> None:
     """By hand: a matrix of n weights costs 2 n FLOPs a token forward and twice that backward."""
     model, batch = zoo_case("gpt2")
@@ -46,6 +47,7 @@ def test_the_models_work_counts_whatever_the_plan_computes_again() -> None:
     assert 6 * matrices * tokens <= found < 1.5 * 6 * matrices * tokens  # the rest is attention
 
 
+@pytest.mark.slow
 def test_utilisation_is_work_over_time_and_peak() -> None:
     job, batch = compile_job()
     (device,) = job.hardware.devices
@@ -70,6 +72,7 @@ def test_the_peak_is_of_all_devices_in_the_precisions_arithmetic() -> None:
     assert peak_flops(low) == 2 * machine.devices[0].peak_flops["bf16"]
 
 
+@pytest.mark.slow
 def test_bytes_to_ssd_add_up_and_wear_the_disk(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     job, batch = job_of("gpt2", on_ssd(), [tmp_path / "disk"])

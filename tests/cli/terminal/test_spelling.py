@@ -34,7 +34,11 @@ CPU = ["--model", GPT, "--hardware", "cpu", "--set", "num_devices=2", "--batch",
         ("--kernels fusd", "--kernels fusd; it is"),
         ("--compile-stages --kernels fused", "--compile-stages with --kernels fused"),
         ("--sequence 65", "--sequence 65, but gpt2"),
-        ("--set memory=100kB --strategy gpipe --no-alternatives", "this hardware with --set memory="),
+        pytest.param(
+            "--set memory=100kB --strategy gpipe --no-alternatives",
+            "this hardware with --set memory=",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_refusals_of_plan_name_options(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

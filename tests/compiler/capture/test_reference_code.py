@@ -41,6 +41,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", choose("causal_conv1d_fn", "causal_conv1d")(own))
 
 
+@pytest.mark.slow
 def test_reference_code_is_traced_in_place_of_kernels(fake_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(model_class("Lfm2"))
     batch = token_batch(TOKENS, "left")

@@ -68,6 +68,7 @@ def test_needing_a_value_names_the_line_and_the_remedy(function):
     assert "torch.where" in advice
 
 
+@pytest.mark.slow
 def test_experts_in_a_loop_and_their_other_implementations():
     model, batch = zoo()["mixtral"](experts="eager")
     for implementation in ("eager", "batched_mm", "grouped_mm"):

@@ -222,6 +222,7 @@ class Packed(nn.Module):
         return (self.out(h)[:, 0] - y).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* entries for each of the 4 rows")
 def test_packed_sequences_are_cut_by_the_counts_of_each_input() -> None:
     torch.manual_seed(0)

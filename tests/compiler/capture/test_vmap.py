@@ -134,6 +134,7 @@ def test_the_printed_mask_needs_no_trust(tmp_path: Path) -> None:
         assert torch.equal(loaded.step(batch), job.step(batch))
 
 
+@pytest.mark.slow
 def test_a_mask_by_vmap_in_batches_of_any_length() -> None:
     tokens = torch.export.Dim("tokens", min=3, max=9)
     batches = [batch_of(tokens=9), batch_of(tokens=4), batch_of(tokens=7)]

@@ -40,7 +40,8 @@ def test_a_model_without_randomness_is_compared_with_itself_too() -> None:
     assert len(report.losses) == 2 and report.losses[1] < report.losses[0]
 
 
-@pytest.mark.parametrize("name", slow_but(["custom_function"], ["gpt2", "bert", "custom_function"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "custom_function"])
 def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_itself(name: str) -> None:
     report = check_model(name, dropout=0.1)
     assert report.passed and report.skipped is None
@@ -50,6 +51,7 @@ def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_
         assert size < 1e-6, difference
 
 
+@pytest.mark.slow
 def test_what_is_not_drawn_by_rows_is_compared_with_the_captured_graph_alone() -> None:
     """The whole batch is given to the model at once, and a recurrent layer's states do not begin with its rows."""
     report = check_model("lstm", dropout=0.1)

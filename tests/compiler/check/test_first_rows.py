@@ -144,6 +144,7 @@ def test_rows_of_a_batch_of_another_size_than_the_most() -> None:
     assert comparison_of(Net(), batch_of(), dynamic_shapes=sizes) == EQUAL.format("2 rows")
 
 
+@pytest.mark.slow
 def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = {name: {"shape": list(t.shape), "dtype": "int64"} for name, t in batch_of().items()}
     assert comparison_of(Net(), specs) == NOT.format("example_inputs has no values")
@@ -156,6 +157,7 @@ def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comparison_of(Net(), batch_of()).startswith(NOT.format("gradients take 1.33 KiB"))
 
 
+@pytest.mark.slow
 def test_its_work_is_bounded_by_fewer_rows_and_then_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = nn.Sequential(nn.Linear(6, 3)), {"input": torch.randn(4, 6)}
     flops_of_row = 2 * 6 * 3 * 2  # a forward, and a backward for the weight alone

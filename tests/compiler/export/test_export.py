@@ -48,6 +48,7 @@ def test_a_model_with_its_files(tmp_path: Path) -> None:
     transformers.pipeline("text-generation", model=str(out))("the", max_new_tokens=2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter(tmp_path: Path) -> None:
     """By the name of the model that it is for; llama.cpp's script makes its file."""
@@ -62,6 +63,7 @@ def test_an_adapter(tmp_path: Path) -> None:
     assert (out / "adapter_model.safetensors").is_file() and (out / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_without_a_directory_it_says_what_is_missing(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"])
@@ -76,8 +78,10 @@ def test_without_a_directory_it_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("is_adapted", "options", "said"),
     [
-        (True, {"gguf": "f16"}, "a file of GGUF has the whole model; give merge=True"),
-        (False, {"gguf": "q4"}, "gguf='q4'; allowed are f32"),
+        pytest.param(
+            True, {"gguf": "f16"}, "a file of GGUF has the whole model; give merge=True", marks=pytest.mark.slow
+        ),
+        pytest.param(False, {"gguf": "q4"}, "gguf='q4'; allowed are f32", marks=pytest.mark.slow),
         (False, {"gguf": "f16"}, "GGUF: gpt2 models are not written here"),
     ],
 )

@@ -183,6 +183,7 @@ def test_it_comes_only_to_who_names_it() -> None:
     assert not Candidate.parse(PREDICTING, 2).is_synchronous
 
 
+@pytest.mark.slow
 def test_what_jobs_refuse() -> None:
     model, batch = zoo()["mlp"]()
     with pytest.raises(PlanError, match="their number is yours to choose"):

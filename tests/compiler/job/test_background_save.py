@@ -81,7 +81,8 @@ def on_disks(tmp_path: Path, **choice: Any) -> tuple[Job, Any]:
 CHOICES = {"all": {}, "states": {"tier": "states"}, "speculative": {"clip": "speculative"}}
 
 
-@pytest.mark.parametrize("choice", slow_but(("all",), list(CHOICES)))
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", list(CHOICES))
 def test_states_on_ssd_are_read_before_a_step_replaces_them(choice: str, tmp_path: Path, writer: HeldWriter) -> None:
     """There is no copy of them: the writer holds a step's updates up."""
     job, batch = on_disks(tmp_path, **CHOICES[choice])
@@ -119,6 +120,7 @@ def test_tensors_larger_than_a_piece_are_read_from_ssd_in_several(
     assert save_state(tmp_path / "behind") == save_state(tmp_path / "at once")
 
 
+@pytest.mark.slow
 def test_a_second_save_waits_for_the_first(tmp_path: Path, writer: HeldWriter) -> None:
     model, batch = zoo_case("mlp")
     with job_of(model, batch) as job:
@@ -243,6 +245,7 @@ def test_a_worker_that_is_killed_while_it_writes(tmp_path: Path, monkeypatch: py
     assert open_checkpoint(tmp_path / "c", verify=True).progress.step == 1
 
 
+@pytest.mark.slow
 def test_a_copy_without_room_is_refused_with_what_is_missing(tmp_path: Path) -> None:
     model, batch = zoo_case("gpt2")
     with job_of(model, batch, memory="64MB") as job:

@@ -119,7 +119,8 @@ def require_equal(first: Any, second: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "hidden"), [(1, False), (1, True), pytest.param(2, True, marks=pytest.mark.multi)]
+    ("num_devices", "hidden"),
+    [(1, False), (1, True), pytest.param(2, True, marks=[pytest.mark.multi, pytest.mark.slow])],
 )
 def test_bad_batches_leave_no_trace(num_devices: int, hidden: bool) -> None:
     """The first step is among them, and a batch's numbers are known before the step, or not."""
@@ -172,6 +173,7 @@ def test_an_asynchronous_job_finds_numbers_before_and_says_what_it_cannot_undo()
             job.step(batch_of(0))
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize(
     ("way", "hosts"), [("gpipe", 1), pytest.param("gpipe", 2, marks=SLOW), pytest.param("data-parallel", 1, marks=SLOW)]

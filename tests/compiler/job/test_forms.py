@@ -171,6 +171,7 @@ def test_a_micro_batch_without_an_image(is_empty: bool) -> None:
         torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_old_forms_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices keep code of a few forms, and the host no more: neither images, nor files, nor what it counts by."""
     monkeypatch.setattr(forms, "MOST_FORMS", 3)
@@ -186,6 +187,7 @@ def test_old_forms_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(form.prologue.example["pixels"].is_meta for form in kept[1:])
 
 
+@pytest.mark.slow
 def test_more_forms_in_a_step_than_devices_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "MOST_FORMS", 3)
     batch = [batch_of(((1, 2 + i),), SMALL, seed=i) for i in range(4)]
@@ -195,6 +197,7 @@ def test_more_forms_in_a_step_than_devices_keep(monkeypatch: pytest.MonkeyPatch)
         assert_trains_like_eager(job, [[*batch[:2], *batch[:2]], [batch_of(SMALL, SMALL, seed=9)] * 4])
 
 
+@pytest.mark.slow
 def test_rows_of_other_lengths() -> None:
     longer = [batch_of(SMALL, SMALL, seed=1, tokens=15), batch_of(WIDE, HIGH, seed=2, tokens=9)]
     with job_of([batch_of(SMALL, SMALL)] * 2) as job:
@@ -214,7 +217,7 @@ def pair_of(batch: Batch) -> dict[str, Any]:
     return {"images": {"pair": (pixels, pixels / 2)}, "twice": True} | {n: batch[n] for n in ("labels", "ids", "grid")}
 
 
-@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("is_listed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tensors_in_a_dict_and_a_switch(is_listed: bool) -> None:
     batches = [[*map(pair_of, batch)] for batch in LISTED]
     example: Any = [pair_of(batch_of(SMALL, SMALL))] * 2 if is_listed else pair_of(batch_of(*[SMALL] * 4))
@@ -235,12 +238,14 @@ class Axes(Seeing):
         return {**found, "loss": found["loss"] + places.square().mean()}
 
 
-@pytest.mark.parametrize("micro_batches", [pytest.param("auto", marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", ["auto", 2])
 def test_places_whose_first_dimension_is_of_no_row(micro_batches: int | str) -> None:
     with job_of(batch_of(SMALL, SMALL), model=Axes(), micro_batches=micro_batches) as job:
         assert_trains_like_eager(job, [batch_of(WIDE, WIDE, seed=1), batch_of(SMALL, SMALL, seed=2)])
 
 
+@pytest.mark.slow
 def test_a_list_is_not_cut_anew() -> None:
     """Its micro-batches together have the shapes of the example's, and each has other ones."""
     uneven = [batch_of(HIGH, HIGH, seed=1), batch_of(((1, 2),), ((1, 2),), seed=2)]
@@ -382,6 +387,7 @@ def test_blocks_are_compiled_for_each_form(monkeypatch: pytest.MonkeyPatch) -> N
         assert job.last is not None and not job.last.eager_blocks
 
 
+@pytest.mark.slow
 def test_devices_that_start_again_get_the_forms(tmp_path: Any) -> None:
     with job_of(LISTED[0]) as job:
         job.step(LISTED[0])
@@ -419,6 +425,7 @@ class Showing(Seeing):
         return {**super().forward(**batch), "images": images}
 
 
+@pytest.mark.slow
 def test_outputs_that_the_example_has_not() -> None:
     with job_of(batch_of(SMALL), model=Showing(), micro_batches=1) as job:
         assert job.evaluate(batch_of(SMALL, seed=1))["images_0"].shape == (4, 6)
@@ -429,6 +436,7 @@ def test_outputs_that_the_example_has_not() -> None:
         torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_refused_form_changes_nothing() -> None:
     """Also where its values are the largest so far."""
     with job_of(batch_of(SMALL), model=Showing(), micro_batches=1) as job:
@@ -449,12 +457,14 @@ def test_a_whole_batch_that_nobody_can_cut() -> None:
         job.step(batch_of(SMALL, SMALL, SMALL, ((1, 2), (2, 2))))
 
 
+@pytest.mark.slow
 def test_a_whole_batch_whose_micro_batches_have_other_forms() -> None:
     """Forward on all of it may do something else than on each."""
     with job_of(batch_of(*[WIDE] * 4), micro_batches=2) as job, pytest.raises(BatchError, match="Hand over a list"):
         job.step(batch_of(SMALL, ((2, 4),), WIDE, WIDE))
 
 
+@pytest.mark.slow
 def test_another_number_of_micro_batches_than_the_example_lists() -> None:
     with pytest.raises(PlanError, match="micro_batches=3, but example_inputs is a list of 2"):
         job_of(LISTED[0], micro_batches=3)

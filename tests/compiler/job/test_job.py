@@ -25,6 +25,7 @@ def job_of(model: nn.Module, batch: Any, memory: str = "64MB", **options: Any) -
     return penstock.compile(model, hardware, example_inputs=batch, **{**OPTIONS, **options})
 
 
+@pytest.mark.slow
 def test_the_report_of_a_step() -> None:
     model, batch = zoo_case("gpt2")
     with job_of(model, batch, "250kB", max_grad_norm=10.0) as job:

@@ -98,6 +98,7 @@ def test_a_second_ctrl_c_breaks_the_step_off(tmp_path: Path) -> None:
 KINDS = (signal.SIGUSR1, signal.SIGALRM, signal.SIGTERM, signal.SIGHUP)
 
 
+@pytest.mark.slow
 def test_a_save_from_a_handler_breaks_nothing(tmp_path: Path) -> None:
     job, batch = job_of(1)
     wanted = [float(job.step(batch)) for _ in range(3)]

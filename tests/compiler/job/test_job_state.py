@@ -231,6 +231,7 @@ def test_a_checkpoint_replaces_the_one_before_and_is_no_pickle(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]  # no temporary directory is left
 
 
+@pytest.mark.slow
 def test_resume_refuses_another_model(tmp_path: Path) -> None:
     model, batch = zoo_case("mlp")
     with job_of(model, batch) as job:

@@ -35,19 +35,16 @@ def train(tail: str, kept: str, disk: Path, num_devices: int = 1, **options: Any
 
 
 CLIPPED = {"max_grad_norm": 0.5}
-FAST = [("ssd", 1, CLIPPED)]
-SLOW = [
+CASES = [
     (tail, devices, options)
     for tail in TAILS
     for devices in MEMORY
     for options in ({}, CLIPPED, {"precision": "bf16", **CLIPPED}, {"precision": "fp16"})
-    if (tail, devices, options) not in FAST
 ]
 
 
-@pytest.mark.parametrize(
-    ("tail", "devices", "options"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tail", "devices", "options"), CASES)
 def test_equals_the_job_that_fetches_all(tail: str, devices: int, options: dict[str, Any], tmp_path: Path) -> None:
     job, found = train(tail, "keep-stages{share=0.6}, ", tmp_path, devices, **options)
     resident, fetched = set(job.plan.decisions.resident), set(job.plan.decisions.fetch)

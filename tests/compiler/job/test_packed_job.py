@@ -18,7 +18,6 @@ from penstock.graph.masks.forms import DocumentBorders
 from penstock.ir.errors import BatchError, CaptureError, PlanError
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.compiler.reasons import reasons_of
-from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo
 
 SEQUENCE = 8
@@ -226,7 +225,8 @@ def test_borders_without_positions_are_refused(option: str) -> None:
         compile_job(make("llama", "sdpa"), batch)
 
 
-@pytest.mark.parametrize("attention", slow_but(["sdpa"], ["sdpa", "eager"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_mask_that_hides_the_borders_is_refused(attention: str) -> None:
     """With a mask of its own in the batch transformers does not look for documents."""
     batch = flattened((3, 5))
@@ -240,6 +240,7 @@ def test_a_model_that_makes_its_mask_without_positions_is_refused() -> None:
         compile_job(make("opt", "sdpa"), flattened((3, 5)))
 
 
+@pytest.mark.slow
 def test_a_mask_of_all_pairs_is_the_users_own() -> None:
     """It shows OPT's tokens their own document, which the model does not find by itself."""
     model = make("opt", "sdpa")
@@ -261,6 +262,7 @@ def test_padding_on_the_left_is_no_border() -> None:
     compile_job(make("llama", "sdpa"), batch).close()
 
 
+@pytest.mark.slow
 def test_a_mask_made_of_another_input_is_the_models_own() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -400,6 +402,7 @@ def test_a_packed_batch_after_one_that_is_not_is_refused(example: str) -> None:
         job.step(alone)
 
 
+@pytest.mark.slow
 def test_a_packed_batch_after_one_that_is_not_is_separated_by_its_positions() -> None:
     packed, model = pack_steps()[0], make("llama", "sdpa")
     eager = Eager(model, micro_batches=1, loss_of=loss_alone)

@@ -63,6 +63,7 @@ def test_directories_are_a_list_of_paths(tmp_path: Path, monkeypatch: pytest.Mon
             plain_directories(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_directories_reach_the_devices_and_the_written_job(tmp_path: Path) -> None:
     model, batch = zoo_case("mlp")
     machine = Hardware.cpu(1, ssd="1GB", ssd_dir=tmp_path / "document")

@@ -74,6 +74,7 @@ def test_elementwise_optimizers(kind: str) -> None:
     assert OptimizerSpec.from_callable(partial(getattr(torch.optim, kind), lr=0.1)).is_elementwise()
 
 
+@pytest.mark.slow
 def test_a_plan_with_shards_is_saved_edited_and_refused(tmp_path: Path) -> None:
     model, batch = zoo_case("mlp")
     options = {"example_inputs": batch, "optimizer": SGD}

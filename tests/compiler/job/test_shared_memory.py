@@ -20,7 +20,7 @@ def machine(memory: str, **changes: str) -> Hardware:
 @pytest.mark.parametrize(
     ("memory", "strategy", "moves"),
     [
-        ("3.6MB", "mobius", False),
+        pytest.param("3.6MB", "mobius", False, marks=pytest.mark.slow),
         ("700kB", "balanced", True),
         pytest.param("3.6MB", "auto", False, marks=pytest.mark.slow),
     ],

@@ -63,15 +63,16 @@ def wait_for_no_children() -> bool:
 # --- disks that fail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "result", "number", "choice"),
     [
         (True, ENOSPC, 3, {"activations": "to=ssd, share=0.7"}),
-        pytest.param(False, EIO, 7, {}, marks=pytest.mark.slow),
-        pytest.param(True, EIO, 2, {"tier": "states"}, marks=pytest.mark.slow),
-        pytest.param(False, EIO, 0, {"tier": "states"}, marks=pytest.mark.slow),
-        pytest.param(True, ENOSPC, 0, {}, marks=pytest.mark.slow),
-        pytest.param(False, EIO, 11, {"activations": "to=ssd, share=0.7"}, marks=pytest.mark.slow),
+        (False, EIO, 7, {}),
+        (True, EIO, 2, {"tier": "states"}),
+        (False, EIO, 0, {"tier": "states"}),
+        (True, ENOSPC, 0, {}),
+        (False, EIO, 11, {"activations": "to=ssd, share=0.7"}),
     ],
 )
 def test_a_disk_that_fails_breaks_the_step_and_the_checkpoint_resumes(
@@ -149,7 +150,8 @@ def flip_a_bit(disk: Path, part: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tier", ["all", pytest.param("states", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["all", "states"])
 def test_a_flipped_bit_is_detected(tier: str, tmp_path: Path) -> None:
     (disk,) = directories(tmp_path)
     job, batch = job_of("gpt2", on_ssd(tier=tier), [disk])

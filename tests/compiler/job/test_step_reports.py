@@ -73,6 +73,7 @@ def test_reports_are_handed_out_by_the_next_step(num_devices: int, monkeypatch: 
     assert job.take_reports() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=[pytest.mark.multi, pytest.mark.slow])])
 def test_the_seconds_of_a_step_are_its_own(num_devices: int) -> None:
     """Not those of the step in which its report is asked for, nor of what the script does in between."""
@@ -106,6 +107,7 @@ def test_the_report_is_the_same_whether_the_next_step_or_last_asks_for_it() -> N
             assert one.gradient_norm is None  # nothing clips, so nothing computes it
 
 
+@pytest.mark.slow
 def test_a_step_that_broke_off_leaves_no_report_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """After resuming, the step of which only the loss was known is gone, and reports go on."""
     job, _, batch = compile_job()

@@ -126,6 +126,7 @@ class Denoising(nn.Module):
         return {"loss": (self.back(tokens.transpose(1, 2).unflatten(2, grid.shape[2:])) - noise).square().mean()}
 
 
+@pytest.mark.slow
 def test_a_timestep_without_dimensions(tmp_path: Path) -> None:
     torch.manual_seed(0)
     latents = torch.randn(4, 4, 8, 8)

@@ -110,6 +110,7 @@ def test_mistakes(file: Path, name: str, said: str) -> None:
         find_model(name.format(file=file))
 
 
+@pytest.mark.slow
 def test_a_model_that_says_itself_what_a_batch_holds(file: Path) -> None:
     named = find_model(f"{file}:Own")
     assert named.batch_spec(3, 512) == {

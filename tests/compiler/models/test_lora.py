@@ -68,7 +68,7 @@ def test_parameters_are_those_of_the_libraries(hide: Hide, name: str, options: d
 @pytest.mark.parametrize(
     ("name", "precision", "options"),
     [
-        (LLAMA, "bf16-true", {"adapter": "lora:r=4,rslora", "base": "nf4"}),
+        pytest.param(LLAMA, "bf16-true", {"adapter": "lora:r=4,rslora", "base": "nf4"}, marks=pytest.mark.slow),
         (GPT2, "bf16-mixed", {"adapter": "lora:r=4,alpha=3"}),
         pytest.param(LLAMA, "bf16-mixed", {"adapter": "lora:r=4", "base": "int8"}, marks=pytest.mark.slow),
     ],

@@ -194,6 +194,7 @@ def test_a_directory_counts_before_the_table(tmp_path: Path, monkeypatch: pytest
     assert find_model("Qwen3-8B").config.n_layer == 1
 
 
+@pytest.mark.slow
 def test_recordings_have_the_length_that_the_encoder_takes() -> None:
     named = find_model("whisper-tiny")
     assert named.batch_spec(2, 64)["input_features"]["shape"] == [2, 80, 3000]

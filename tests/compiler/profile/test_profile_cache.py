@@ -23,6 +23,7 @@ def cache(tmp_path: Path) -> ProfileCache:
     return ProfileCache(tmp_path / "profiles")
 
 
+@pytest.mark.slow
 def test_what_was_saved_is_loaded(cache: ProfileCache) -> None:
     assert cache.load(KEY) is None
     assert not cache.directory.exists()

@@ -199,6 +199,7 @@ def reservoir() -> penstock.Job:
     return job_on(hardware, strategy=RESERVOIR.with_(PartitionBalanced(stages=3)).text, **more)
 
 
+@pytest.mark.slow
 def test_tiers_clipping_and_disks_are_told(reservoir: penstock.Job) -> None:
     plan = reservoir.plan
     assert plan.predicted is not None and plan.decisions.ssd.stages
@@ -247,6 +248,7 @@ def test_machines_with_ssds_may_have_more_of_them() -> None:
     assert not [text for text in machines_of(penstock.Hardware.cpu(1)) if "SSD" in text]
 
 
+@pytest.mark.slow
 def test_gpus_whose_streams_may_hold_more_than_the_budget_are_named() -> None:
     job = job_on("rtx4090x2", strategy="zero-bubble")
     program = max(job.programs, key=lambda p: pooled_bytes(p) - profile_memory(p).peak_bytes["device"])

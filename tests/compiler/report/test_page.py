@@ -76,6 +76,7 @@ def test_what_an_op_reads_is_made_before_it(job: penstock.Job, tmp_path: Path) -
             assert end[other] <= start[int(line)] + 2, (line, other)  # units, to which times are rounded
 
 
+@pytest.mark.slow
 def test_what_lies_in_a_memory_adds_up_to_its_bytes(tmp_path: Path) -> None:
     job, _ = job_of(width=64, memory="1MB")
     memory = facts_in(job.report(tmp_path / "report.html", what_if=False))["memory"]

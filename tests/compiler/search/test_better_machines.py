@@ -57,6 +57,7 @@ def bounds_of(graph: OpGraph, hardware: Hardware) -> tuple[float, float, float]:
     return least.seconds, fused_s, machine_bound(draft).seconds
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(widths=WIDTHS, frozen=st.integers(0, 1))
 def test_bounds_of_better_machines_are_no_higher(widths: tuple[int, ...], frozen: int) -> None:
@@ -79,11 +80,11 @@ def step_of(graph: OpGraph, hardware: Hardware, search_s: float = 4.0) -> float:
     return search(lambda count: graph, hardware, wishes).best.step_s
 
 
-CASES = [(64, 512, 512, 64), pytest.param((256, 256, 256, 256), marks=pytest.mark.slow)]
-FAST = ("more memory",)
+CASES = [(64, 512, 512, 64), (256, 256, 256, 256)]
 
 
-@pytest.mark.parametrize("better", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in BETTER])
+@pytest.mark.slow
+@pytest.mark.parametrize("better", BETTER)
 @pytest.mark.parametrize("widths", CASES)
 def test_the_plan_of_a_better_machine_is_no_slower(widths: tuple[int, ...], better: str) -> None:
     graph = graph_of(widths)
@@ -95,6 +96,7 @@ def test_a_model_of_which_less_is_trained_is_no_slower(widths: tuple[int, ...]) 
     assert step_of(graph_of(widths, 2), MACHINE) <= step_of(graph_of(widths), MACHINE) * SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", CASES)
 def test_a_longer_search_is_no_worse(widths: tuple[int, ...]) -> None:
     graph = graph_of(widths)

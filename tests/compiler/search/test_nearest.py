@@ -78,6 +78,7 @@ def test_nothing_that_fits_is_refused_before_it_is_tried(
     assert not asked, "a plan fits that would have been refused"
 
 
+@pytest.mark.slow
 def test_a_large_model_has_few_tries_for_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with a large graph: two numbers of micro-batches, and the bases that need the least memory."""
     for module in ("search", "nearest"):

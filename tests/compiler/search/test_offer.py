@@ -37,6 +37,7 @@ def compile_job(**options: object) -> penstock.Job:
     return penstock.compile(Net(), example_inputs=example, optimizer=optimizer, **given)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_offer_says_what_it_gains_and_how_to_take_it(tmp_path: Path) -> None:
     job = compile_job()
     assert job.replanner is not None
@@ -75,6 +76,7 @@ def test_a_pipeline_is_offered_other_stages() -> None:
     assert blocks[0] > blocks[1] and "with other stages, " in str(offer)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_pipeline_is_offered_others_of_its_kind_only() -> None:
     """With the same updates: a plan with one for the whole batch, though faster, would train otherwise."""
     schedule = "schedule-async{accumulate=4}"

@@ -39,6 +39,7 @@ def test_it_fits_what_else_would_not() -> None:
     assert plan_for(memory).decisions.pointwise_again
 
 
+@pytest.mark.slow
 def test_a_device_with_room_keeps_everything() -> None:
     plan = plan_for("100MB")
     assert not plan.decisions.pointwise_again

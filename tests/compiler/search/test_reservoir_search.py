@@ -63,6 +63,7 @@ def test_where_dram_is_short_the_plan_lies_on_ssd_and_trains_as_predicted(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_candidates_without_ssd_are_refused_before_they_are_made() -> None:
     """By a bound that is no more than what their programs would need."""
     compiler = compiler_for(Hardware.cpu(1, **SMALL))

@@ -44,6 +44,7 @@ def test_devices_and_dram_hold_together_what_neither_holds() -> None:
         compile_gpt2("900kB", "1200kB", strategy="mobius")
 
 
+@pytest.mark.slow
 def test_resident_stages_make_room_for_what_waits_in_dram() -> None:
     """DRAM holds what lasts, not what moves beside it."""
     with raises_misfit("read and offloaded values"):

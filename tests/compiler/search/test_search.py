@@ -107,6 +107,7 @@ def test_no_rival_is_faster_in_the_simulator(memory: str) -> None:
         assert "slower" in rival.reason or "as fast" in rival.reason
 
 
+@pytest.mark.slow
 def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out() -> None:
     """With the chosen number of micro-batches; what is ruled out has a reason that can be checked."""
     model, batch = zoo_case("gpt2")
@@ -197,6 +198,7 @@ def test_pruning_compares_steps_among_many() -> None:
         assert 0 < tried.compiler(1).place(found.candidate).bound().seconds <= found.step_s
 
 
+@pytest.mark.slow
 def test_out_of_time_there_is_a_plan_and_a_list_of_what_was_not_tried() -> None:
     model, batch = zoo_case("gpt2")
     plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD, search_s=0.0).plan
@@ -222,6 +224,7 @@ def test_each_partitioner_mapping_and_strategy_is_judged_though_time_is_up(monke
     assert len(judged) < len(plan.rivals)
 
 
+@pytest.mark.slow
 def test_lanes_that_promise_more_come_before_all_moves() -> None:
     """A pipeline with large activations over slow links loses to lanes that hold the model each."""
     sweep = _sweep(cpu(4, link="10MB/s"))
@@ -290,6 +293,7 @@ class Averaged(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_models_of_unlike_blocks() -> None:
     """They are tried by strategies whose stages are no contiguous blocks, before what else is looked at."""
     for name, unlike in (("gpt2", False), ("t5", True)):

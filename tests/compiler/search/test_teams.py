@@ -46,6 +46,7 @@ def test_one_long_row_is_shared_by_all_devices() -> None:
     assert plan.predicted.bound_s <= plan.predicted.step_s
 
 
+@pytest.mark.slow
 def test_no_row_is_divided_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """To divide the layers of a model takes as long as a plan."""
     monkeypatch.setattr(SplitContext, "plan", lambda *_: pytest.fail("a graph is divided"))

@@ -58,6 +58,7 @@ def test_the_search_takes_none_where_a_link_holds_all_that_devices_fetch() -> No
     assert found.plan.decisions.fetch and not found.plan.decisions.link_turns
 
 
+@pytest.mark.slow
 def test_mobius_takes_turns_by_itself_and_a_user_may_fix_them() -> None:
     passes = STRATEGIES["mobius"].replace("partition-mip", "partition-balanced{stages=8}")
     always = passes.replace("take-turns", "take-turns{always=true}")

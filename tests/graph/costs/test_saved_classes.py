@@ -130,7 +130,8 @@ def test_losses_gradients_and_buffers_are_those_of_eager(name: str, choose: Choi
     assert all(torch.equal(b, buffers[n]) for _, runner in stages for n, b in runner.buffers().items())
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
 def test_attention_is_kept_with_its_log_sum_exp(name: str) -> None:
     """Without dropout CPUs fuse attention, here also in a window; taken, it runs no more, and all bits are the same."""
     model, batch = zoo()[name](dropout=0.0)
@@ -152,6 +153,7 @@ def test_attention_is_kept_with_its_log_sum_exp(name: str) -> None:
         assert calls.count == 0
 
 
+@pytest.mark.slow
 def test_products_in_groups_are_kept() -> None:
     """Experts' products, two in a layer; taken, they run no more, and all bits are the same."""
     model, batch = mixtral(dropout=0.0, experts="grouped_mm")
@@ -200,7 +202,7 @@ def test_under_autocast_as_when_all_is_kept(name: str) -> None:
     "name, precision",
     [
         *(
-            pytest.param(name, "fp32", marks=[pytest.mark.slow] * (name not in ("gpt2", "wide_resnet")))
+            pytest.param(name, "fp32", marks=[pytest.mark.slow] * (name != "gpt2"))
             for name in FAMILIES
             if name != "mixtral"
         ),

@@ -46,6 +46,7 @@ def compile_job(model: nn.Module, micro_batches: int | str) -> penstock.Job:
     )
 
 
+@pytest.mark.slow
 def test_several_micro_batches_train_as_the_whole_batch(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     model = Seeing()
@@ -70,6 +71,7 @@ def test_a_micro_batch_with_the_places_of_another_is_refused() -> None:
         job.step(batch_of(OTHER))
 
 
+@pytest.mark.slow
 def test_more_elements_than_places_are_refused_at_compile_in_their_own_words() -> None:
     """Eager leaves the last ones over; micro-batches would take others than the whole batch."""
     few = batch_of([[0], [2], [0], [1]])

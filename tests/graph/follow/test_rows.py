@@ -113,7 +113,7 @@ NORMS = 13  # of the wide ResNet
 LOOSE = sorted(set(zoo()) - {"wide_resnet", "in_place"})
 
 
-@pytest.mark.parametrize("name", slow_but(("gpt2", "lstm", "custom_function"), LOOSE))
+@pytest.mark.parametrize("name", slow_but(("lstm", "custom_function"), LOOSE))
 def test_models_whose_rows_never_meet(name: str) -> None:
     """Also from one micro-batch of one row, without another trace for most."""
     model, batch = zoo()[name]()
@@ -121,6 +121,7 @@ def test_models_whose_rows_never_meet(name: str) -> None:
     assert facts_of(model, batch, 2) == RowFacts()
 
 
+@pytest.mark.slow
 def test_models_whose_rows_meet() -> None:
     model, batch = zoo()["wide_resnet"]()
     found = facts_of(model, batch).couplings
@@ -328,6 +329,7 @@ def agrees(model: nn.Module, batch: dict[str, Any], power: int, parts: int = 2) 
     return all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(whole, together, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=4), st.sampled_from(sorted(ENDS)), st.sampled_from([1, 2]))
 @example(["sequence first", "attention"], "mean", 1)

@@ -23,7 +23,6 @@ from penstock.runtime.device.file import DeviceFile, open_directory
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.preference_case import adapt, pairs
-from penstock.tests.shown_elsewhere import slow_but
 
 BEFORE = "drop-masks, chunk-loss, interleave-forwards"
 CUT = f"{BEFORE}, coarsen, partition-balanced{{stages=3}}, map-round-robin"
@@ -134,7 +133,8 @@ def test_gradients_are_those_of_the_whole_forward(tmp_path: Path) -> None:
     assert all(map(torch.equal, found_inputs, want_inputs))
 
 
-@pytest.mark.parametrize("kind", slow_but(["llama"], ["llama", "gpt2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_training_is_that_of_eager(kind: str) -> None:
     model = penstock.DPO(adapt(kind))
     job = job_of(model)

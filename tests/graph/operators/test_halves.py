@@ -158,9 +158,8 @@ def outcome(samples: int, calls: int) -> tuple[set[str], dict[str, str], dict[st
     return right, wrong, unknown
 
 
-@pytest.mark.parametrize(
-    ("samples", "calls", "least"), [(1, 3, 185), pytest.param(12, 40, 270, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("samples", "calls", "least"), [(1, 3, 185), (12, 40, 270)])
 def test_halves_of_the_rows_give_what_the_whole_gives(samples: int, calls: int, least: int) -> None:
     right, wrong, unknown = outcome(samples, calls)
     assert (wrong, unknown) == ({}, {}) and len(right) >= least

@@ -65,6 +65,7 @@ def test_expressions_give_what_a_static_graph_measures(name: str, sizes: tuple[i
         assert shapes[0] == shapes[1]
 
 
+@pytest.mark.slow
 def test_attention_is_quadratic_in_the_sequence_and_all_is_linear_in_the_batch() -> None:
     width, layers = 32, 1
     (of_first,), (of_last,) = (expressions("gpt2")[1].costs[stage]["forward_flops"] for stage in ("stage0", "stage1"))

@@ -66,7 +66,7 @@ def loop(
 
 
 @pytest.mark.filterwarnings("error::penstock.errors.StaleModelWarning")
-@pytest.mark.parametrize("make", slow_but([llama, classifier], [causal, llama, classifier]))
+@pytest.mark.parametrize("make", slow_but([classifier], [causal, llama, classifier]))
 def test_the_same_run(make: Any) -> None:
     """Of batches of several lengths, too, and of evaluations of 4 and 3 rows."""
     losses, evaluated, model = loop(PenstockAccelerator(cpu=True, max_grad_norm=0.5, **OURS), make, 0.5)
@@ -82,6 +82,7 @@ def test_a_loss_of_ones_own_is_named_by_its_model() -> None:
     assert _model_name(TracedLoss(model, lambda net, batch: net(**batch))) == _model_name(model)
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
     def run(steps: int, state: Path | None = None, save: Path | None = None) -> list[float]:
         accelerator = PenstockAccelerator(cpu=True, **OURS)
@@ -128,11 +129,13 @@ def test_accumulation_is_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         model(**next(iter(DataLoader(data[:4], batch_size=4))))
 
 
+@pytest.mark.slow
 def test_a_norm_that_was_not_said_before_is_refused() -> None:
     with pytest.raises(PlanError, match=r"--max-grad-norm 0\.5"):
         loop(PenstockAccelerator(cpu=True, **OURS), causal, 0.5)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_script_is_refused() -> None:
     accelerator = PenstockAccelerator(cpu=True, **OURS)
     model, rows = causal()
@@ -152,6 +155,7 @@ def begin() -> tuple[Any, Any, Any, Any]:
     return accelerator, model.train(), optimizer, next(iter(loader))
 
 
+@pytest.mark.slow
 def test_gradients_that_a_script_reads_are_refused() -> None:
     accelerator, model, optimizer, batch = begin()
     accelerator.backward(model(**batch).loss)

@@ -88,6 +88,7 @@ def test_callbacks_see_and_set_what_they_do_in_a_trainer(tmp_path: Path) -> None
     assert own.seen == pytest.approx(plain.seen, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_batches_without_any_target_go_on_as_in_a_trainer(tmp_path: Path) -> None:
     data = rows(EMPTY + (1, 2))
     compare(train(PenstockTrainer, tmp_path, data=data, **HARDWARE), train(Trainer, tmp_path, data=data))
@@ -111,6 +112,7 @@ def double(inputs: Any) -> Any:
     return {name: (value * 2) % 32 for name, value in inputs.items()}
 
 
+@pytest.mark.slow
 def test_own_inputs_are_those_of_the_job(tmp_path: Path) -> None:
     own = train(Doubles, tmp_path, **HARDWARE)
     compare(own, train(DoublesInTrainer, tmp_path))
@@ -158,6 +160,7 @@ def test_what_no_step_would_do_is_refused_at_construction(tmp_path: Path, kind: 
         kind(model(), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), callbacks=callbacks, **HARDWARE)
 
 
+@pytest.mark.slow
 def test_a_callback_that_reads_nothing_is_called(tmp_path: Path) -> None:
     callback = Times()
     train(PenstockTrainer, tmp_path, [callback], **HARDWARE)

@@ -47,6 +47,7 @@ def test_same_losses(make, rows, tmp_path):
     torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_same_metrics_and_best_model(tmp_path):
     alike = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 6}
     keeping = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "learning_rate": 3e-2}
@@ -106,7 +107,8 @@ def generate_stages(found):
     return {"tokens": float(found.predictions.sum()), "rows": len(found.predictions)}
 
 
-@pytest.mark.parametrize("generates", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("generates", [True, False])
 def test_same_generated_texts(generates, tmp_path):
     """With beams, also between two steps; without `predict_with_generate` evaluations go through the job."""
     changes = {**EVALUATING, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-2}

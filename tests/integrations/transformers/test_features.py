@@ -148,6 +148,7 @@ def test_a_stream_that_ends_with_a_short_batch_of_numbers(tmp_path):
     require_equal(*found)
 
 
+@pytest.mark.slow
 def test_weights_alone_are_saved_and_nothing_resumes_from_them(tmp_path, capsys):
     """And before the first step it has said what it plans, and the answer."""
     ours = make_case(PenstockTrainer, *causal(), tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
@@ -161,6 +162,7 @@ def test_weights_alone_are_saved_and_nothing_resumes_from_them(tmp_path, capsys)
         make_case(PenstockTrainer, *causal(), tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
+@pytest.mark.slow
 def test_pushes_as_a_trainer_does(tmp_path, monkeypatch):
     """The uploads of the library, on a hub that is not there."""
     uploads = []

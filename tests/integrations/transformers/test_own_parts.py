@@ -45,6 +45,7 @@ def all_labels():
     return model, [{**each, "labels": each["input_ids"].clone()} for each in rows]
 
 
+@pytest.mark.slow
 def test_the_count_of_labels_is_that_of_trainer(tmp_path):
     """`Trainer` counts the first label of each row of GPT-2, too."""
     ours, plain = both(all_labels, tmp_path, eval_strategy="steps", eval_steps=2)
@@ -60,6 +61,7 @@ def focal(self, model, inputs, return_outputs=False, num_items_in_batch=None):
     return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_compute_loss_of_a_subclass(tmp_path):
     kinds = [type(kind.__name__, (kind,), {"compute_loss": focal}) for kind in (PenstockTrainer, Trainer)]
     ours, plain = (make_case(kind, *classifier(), tmp_path / kind.__name__, **WHOLE) for kind in kinds)
@@ -68,7 +70,8 @@ def test_compute_loss_of_a_subclass(tmp_path):
     require_equal(ours, plain)
 
 
-@pytest.mark.parametrize("make", slow_but([causal], [causal, classifier]))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [causal, classifier])
 def test_label_smoothing(make, tmp_path):
     changes = WHOLE if make is classifier else {}
     require_equal(*both(make, tmp_path, label_smoothing_factor=0.2, **changes))
@@ -108,6 +111,7 @@ def create_scheduler(self, num_training_steps, optimizer=None):
     return self.lr_scheduler
 
 
+@pytest.mark.slow
 def test_an_optimizer_and_a_schedule_that_a_subclass_creates(tmp_path):
     """OneCycleLR sets rates and momentum."""
     own = {"create_optimizer": create_optimizer, "create_scheduler": create_scheduler}
@@ -118,6 +122,7 @@ def test_an_optimizer_and_a_schedule_that_a_subclass_creates(tmp_path):
     require_equal(ours, plain)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_follows_evaluations(tmp_path):
     changes = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5}}
     both_ran = both(causal, tmp_path, eval_strategy="steps", eval_steps=1, **changes)
@@ -151,7 +156,7 @@ def norm_rows():
     return Norms(), [{"x": row[:6], "labels": row[6]} for row in rows]
 
 
-@pytest.mark.parametrize("make", [many_labels, norm_rows])
+@pytest.mark.parametrize("make", slow_but([norm_rows], [many_labels, norm_rows]))
 def test_a_short_last_batch_of_any_label(make, tmp_path):
     """30 rows: seven steps of 4, and one of 2; an evaluation of 7 rows."""
     options = {"compile_options": {"strategy": "mobius", "micro_batches": 1 if make is norm_rows else 2}}

@@ -40,11 +40,13 @@ def test_same_run_of_a_causal_model(tmp_path):
     require_equal(*both(causal, tmp_path))
 
 
+@pytest.mark.slow
 def test_same_run_of_rows_of_many_lengths_and_a_short_last_batch(tmp_path):
     """30 rows are 7 steps of 4 and one of 2, for two epochs."""
     require_equal(*both(llama, tmp_path, {"data_collator": padding}, max_steps=-1, num_train_epochs=2))
 
 
+@pytest.mark.slow
 def test_same_run_of_a_model_that_sees(tmp_path):
     """Inputs have several entries a row; a last batch is short, and an evaluation has 7 rows."""
     changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "eval_strategy": "epoch"}
@@ -200,6 +202,7 @@ class StopsAt3(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
+@pytest.mark.slow
 def test_callbacks_hear_and_stop(tmp_path):
     callback = StopsAt3()
     found = train_steps(PenstockTrainer, causal, tmp_path, trainer={"callbacks": [callback]})
@@ -217,6 +220,7 @@ def log_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_reports_to_tensorboard(log_folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -250,6 +254,7 @@ def test_an_interrupt_while_saving_leaves_a_whole_checkpoint(tmp_path):
     require_equal(again, train_steps(Trainer, causal, tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_an_interrupt_between_steps_leaves_the_trained_weights(tmp_path):
     class Interrupts(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -265,6 +270,7 @@ def test_an_interrupt_between_steps_leaves_the_trained_weights(tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_an_error_ends_the_run(tmp_path):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -23,7 +23,6 @@ from penstock.tests.integrations.trl.case import (
     run_of,
     tell_of,
 )
-from penstock.tests.shown_elsewhere import slow_but
 
 REWARDS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
 LOGGED = [*REWARDS, "logps/chosen", "logps/rejected"]
@@ -106,7 +105,8 @@ def test_rewards_of_logged_steps(tmp_path):
     require_equal(ours, plain, *LOGGED)
 
 
-@pytest.mark.parametrize("models", slow_but([new_adapters], [frozen_copy, new_adapters]))
+@pytest.mark.slow
+@pytest.mark.parametrize("models", [frozen_copy, new_adapters])
 def test_same_evaluation(models, tmp_path):
     """Also of a last batch that is short, after training, and of another data set."""
     ours, plain = both(tmp_path, models, eval_strategy="steps", eval_steps=2)

@@ -70,7 +70,8 @@ def test_rewards(rows, tmp_path):
     compare(tmp_path, kinds, rows, {"model": scorer}, *REWARDED, center_rewards_coefficient=0.02)
 
 
-@pytest.mark.parametrize("loss", slow_but(["kto"], ["kto", "apo_zero_unpaired"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 def test_wanted_and_unwanted_answers(loss, tmp_path):
     kinds = (ours.PenstockKTOTrainer, KTOTrainer)
     more = {"model": llama, "ref_model": lambda: llama(1)}
@@ -95,7 +96,8 @@ CPO = [
 ]
 
 
-@pytest.mark.parametrize("options", slow_but(CPO[:1], CPO))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", CPO)
 def test_contrasts(options, tmp_path):
     kinds = (ours.PenstockCPOTrainer, CPOTrainer)
     compare(tmp_path, kinds, preferences, {"model": llama}, *REWARDS, "logps/chosen", **options)
@@ -104,13 +106,15 @@ def test_contrasts(options, tmp_path):
 ODDS = [{"model": llama}, {"model": llama, "peft_config": lora}]
 
 
-@pytest.mark.parametrize("more", slow_but(ODDS[:1], ODDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ODDS)
 def test_odds(more, tmp_path):
     kinds = (ours.PenstockORPOTrainer, ORPOTrainer)
     compare(tmp_path, kinds, preferences, more, *REWARDS, "logps/rejected", beta=0.3)
 
 
-@pytest.mark.parametrize("beta", slow_but([0.5], [0.0, 0.5, 1.0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation(beta, tmp_path):
     """Over two micro-batches of TRL's own, whose tokens count alike."""
     kinds = (ours.PenstockGKDTrainer, GKDTrainer)

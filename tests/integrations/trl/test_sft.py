@@ -168,6 +168,7 @@ def test_refuses_a_loss_of_ones_own(tmp_path):
         make(PenstockSFTTrainer, tmp_path, COMPLETION, more={"compute_loss_func": lambda *a, **k: 0})
 
 
+@pytest.mark.slow
 def test_same_run_with_images(tmp_path):
     """Every step takes rows of one length, so that `max_length` is to be given."""
     runs = []

@@ -119,6 +119,7 @@ def verdict(messages: Messages, orders: Orders) -> bool:
 OTHERS = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda message: message[0] != message[1])
 
 
+@pytest.mark.slow
 @given(st.lists(OTHERS, max_size=6), st.randoms())
 @settings(deadline=None, max_examples=60)
 def test_what_the_verifier_passes_ends_in_the_order_of_each_communicator(

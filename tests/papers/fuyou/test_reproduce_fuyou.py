@@ -101,6 +101,7 @@ def test_the_strategy_is_the_one_that_is_reproduced() -> None:
     assert STRATEGIES["fuyou"] == FUYOU
 
 
+@pytest.mark.slow
 def test_fuyou_keeps_everything_on_ssd_and_steps_under_the_backward(toy: Toy) -> None:
     found = trial(toy, FUYOU)
     assert set(found.decisions["ssd"].stages.values()) == {"all"}

@@ -124,6 +124,7 @@ def test_steps_of_many_micro_batches_are_those_of_few_made_longer(toy: Toy) -> N
     assert few.batch == 6 * 32 * spec.micro_batch and few.rows_s == few.batch / few.step_s
 
 
+@pytest.mark.slow
 def test_forms_rank_as_the_paper_says(toy: Toy) -> None:
     """Small groups before one, gathers ahead before gathers that are due, and our own choice before all."""
     mics, zero3, late = ran(toy), ran(toy, ZERO3, shards=0), ran(toy, DEEPSPEED, shards=0)

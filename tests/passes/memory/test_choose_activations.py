@@ -96,6 +96,7 @@ def test_a_share_of_nothing_keeps_no_class() -> None:
     assert not any(row.classes for row in decision["activations"].values())
 
 
+@pytest.mark.slow
 def test_device_moves_nothing() -> None:
     """Between all and nothing, classes fill what memory is left."""
     plain, classes = schedule(1_000_000, stages=8), schedule(1_000_000, stages=8)

@@ -208,6 +208,7 @@ def test_a_large_head_hides_behind_several_small_stages(golden: Golden) -> None:
     golden(text_of(draft), "head-behind-small-stages")
 
 
+@pytest.mark.slow
 def test_no_number_of_stages_is_too_many_for_a_queue() -> None:
     draft = with_large_head("1.5MB", depth=110)
     assert len(draft.stages) > 100

@@ -204,6 +204,7 @@ def test_bytes_that_can_move_and_come_back_for_one_turn() -> None:
     assert turn_bytes(program, choices, ("ssd",)) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     st.integers(2, 6),

@@ -325,6 +325,7 @@ def test_fp16_is_judged_by_overflow_alone() -> None:
     assert {n.kwargs["max_norm"] for n in draft.programs[0].ops() if n.target is ops.redo} == {UNCLIPPED}
 
 
+@pytest.mark.slow
 def test_auto_takes_what_is_faster_and_says_so() -> None:
     hardware = with_disks(500e6)
     draft = wide(hardware, micro_batches=6, max_grad_norm=1.0)

@@ -94,6 +94,7 @@ def any_slices(draw: st.DrawFn) -> Slices:
     return own
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(any_slices())
 def test_no_number_of_stages_that_fits_is_left_out(slices: Slices) -> None:
@@ -226,6 +227,7 @@ def test_its_option_says_how_many_and_else_the_number_of_devices() -> None:
     assert len(PartitionBalanced().plan(draft)["stages"]) == 2
 
 
+@pytest.mark.slow
 def test_parts_of_a_layer_are_together() -> None:
     """What is before and after the parts of a layer is of that layer; the next layer is for the next device. So are the
     parts of a table. What blocks are called plays no part."""

@@ -31,6 +31,7 @@ def test_a_block_larger_than_every_device_is_named() -> None:
         PartitionMinStage().plan(draft_on("20kB"))
 
 
+@pytest.mark.slow
 def test_inputs_that_leave_are_held_one_stage_at_a_time() -> None:
     """Of the many stages of one device; with them all it would need more than it has."""
     tight = draft_on("60kB", depth=60)

@@ -29,6 +29,7 @@ def brute_force(p: MipProblem, objective: Objective = contended_s) -> float:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(small_problems(most_blocks=12))
 def test_all_partitions_of_few_blocks_are_tried(p: MipProblem) -> None:

@@ -93,7 +93,8 @@ def test_split_backward_and_dropped_tensors_of_a_chunked_stage_train_like_eager(
     assert_trains_like_eager(Reader(90), batch, strategy=CHUNKED.replace("insert-remat", "insert-remat{always=true}"))
 
 
-@pytest.mark.parametrize("precision", slow_but(["bf16-mixed"], ["bf16-mixed", "bf16-true"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_low_precision_is_that_of_whole_logits(precision: str) -> None:
     """Both round the same products to bf16; sums over tokens and classes are made in fp32 in both."""
     model, batch, found = Reader(90), tokens_of(90, 4, 12), []
@@ -164,6 +165,7 @@ def test_small_logits_are_left_alone() -> None:
     assert draft.graph is graph
 
 
+@pytest.mark.slow
 def test_a_decision_can_be_edited(tmp_path: Path) -> None:
     model, batch = Reader(90), tokens_of(90, 4, 12)
     with job_of(model, batch) as job:

@@ -91,9 +91,10 @@ SCHEDULES = ["schedule-pipeline", "schedule-1f1b", "schedule-zero-bubble"]
 REMATS = ["insert-remat", "insert-remat{always=true}", "choose-activations"]
 
 
-@pytest.mark.parametrize("schedule", slow_but(["schedule-zero-bubble"], SCHEDULES))
-@pytest.mark.parametrize("remat", slow_but(["insert-remat"], REMATS))
-@pytest.mark.parametrize("devices", slow_but([2], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("devices", [1, 2])
 def test_schedules_and_rematerialisation_train_like_eager(schedule: str, remat: str, devices: int) -> None:
     if schedule == "schedule-zero-bubble" and remat == "choose-activations":
         pytest.skip("activations are chosen for whole backwards only")
@@ -135,6 +136,7 @@ def test_the_printed_chains(golden: Golden) -> None:
 HARDWARE = penstock.Hardware.cpu(1, memory="64MB", dram="1GB")
 
 
+@pytest.mark.slow
 def test_an_edited_plan_fuses_what_it_names() -> None:
     model, batch = Stack(), batch_of()
     with job_of(model, batch) as job:
@@ -149,6 +151,7 @@ def test_an_edited_plan_fuses_what_it_names() -> None:
         again()
 
 
+@pytest.mark.slow
 def test_kernels_are_asked_for_by_name() -> None:
     compiled = partial(penstock.compile, Stack(1), HARDWARE, example_inputs=batch_of(), optimizer=SGD)
     searched = partial(compiled, search_s=0.1)

@@ -93,7 +93,8 @@ def assert_same_step(before: OpGraph, after: OpGraph, batch: dict[str, Tensor]) 
         assert all(torch.equal(found[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_policy_and_its_reference(kind: str) -> None:
     graph = trace(penstock.DPO(adapt(kind, num_layers=4)), pairs())
     draft = interleaved(graph)

@@ -80,7 +80,8 @@ def test_a_team_trains_as_eager(case: str) -> None:
     assert {"heads": "all_to_all", "ring": "pass_on"}[by] in names_of(draft) and "member" in names_of(draft)
 
 
-@pytest.mark.parametrize("case", slow_but(("ring: padding, 2",), MASKED))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MASKED)
 def test_masks(case: str) -> None:
     """Rows of padding, and queries that see no key, included."""
     by, kind = case.split(": ")
@@ -186,7 +187,8 @@ class Summed(Decoder):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 9, "logits": logits}
 
 
-@pytest.mark.parametrize("by", slow_but(["heads"], ["heads", "ring"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["heads", "ring"])
 def test_a_team_goes_without_whole_logits(by: str) -> None:
     graph = graph_of(lambda: Summed(depth=1))
     draft = make_draft(graph, f"chunk-loss{{tokens=3}}, {lines(by, 2)}", 2)

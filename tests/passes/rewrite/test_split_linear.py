@@ -37,7 +37,7 @@ from penstock.tests.compiler.eager_baseline import (
 )
 from penstock.tests.compiler.reasons import raises_misfit, reasons_of
 from penstock.tests.golden_text import Golden
-from penstock.tests.shown_elsewhere import slow_but, slow_rows_but
+from penstock.tests.shown_elsewhere import slow_rows_but
 
 BALANCED = STRATEGIES["balanced"]
 # Parts add up the gradient of their common input, or their results, one after the other, and a product of another size
@@ -153,7 +153,8 @@ def test_products_of_the_same_inputs_have_their_parts_one_after_the_other() -> N
     assert names[1:6] == [".q[0:8]", ".q[8:16]", ".k[0:4]", ".k[4:8]", ""]
 
 
-@pytest.mark.parametrize("strategy", slow_but(("balanced",), ["auto", "balanced", "mobius"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "mobius"])
 def test_a_layer_that_no_device_holds_is_trained(strategy: str) -> None:
     model, batch = wide_case()
     with raises_misfit(r"block 'layers.1' alone needs 339 KiB"):
@@ -186,6 +187,7 @@ def test_as_few_weights_are_split_as_the_device_needs(memory: str, counts: list[
     assert SplitLinear().has_room(draft, 1.0) and not SplitLinear().has_room(draft, 1000.0)
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(1, 255), min_size=1, max_size=4), st.sets(st.integers(1, 63), min_size=1, max_size=4))
 @settings(max_examples=5, deadline=None)
 def test_parts_of_any_rows_give_the_whole_result(first: set[int], second: set[int]) -> None:
@@ -292,6 +294,7 @@ def test_the_model_and_files_have_whole_weights(tmp_path: Path) -> None:
         assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, 1e-6)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_is_named() -> None:
     model, batch = wide_case()
     with raises_misfit(r"layers.0.0.weight and 3 more stay whole: its optimizer looks at whole"):

@@ -26,7 +26,6 @@ from penstock.tests.compiler.eager_baseline import (
     zoo_case,
 )
 from penstock.tests.compiler.reasons import raises_misfit
-from penstock.tests.shown_elsewhere import slow_but
 
 BALANCED = STRATEGIES["balanced"]
 # Statistics of parts give the loss by sums in another order than the whole row of logits does, and a tied table's
@@ -90,7 +89,8 @@ def test_an_embedding_in_parts_is_bit_for_bit_the_whole_one(parts: int) -> None:
     assert_trains_like_eager(job, batch)
 
 
-@pytest.mark.parametrize("strategy", slow_but(("auto",), ["auto", "balanced", "mobius"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "mobius"])
 def test_a_table_that_no_device_holds_is_trained(strategy: str) -> None:
     """256 KiB of rows on a device of 300 kB, which needs three times as much for the whole table."""
     model, batch = tagger()
@@ -178,7 +178,8 @@ class Smoothed(nn.Module):
         return loss + 1e-3 * logits.square().mean() if self.is_read else loss
 
 
-@pytest.mark.parametrize("is_read", slow_but([True], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_read", [False, True])
 def test_smoothing_weights_of_classes_and_logits_read_otherwise(is_read: bool) -> None:
     torch.manual_seed(0)
     batch = {"ids": torch.randint(0, 60, (8, 6)), "labels": torch.randint(0, 60, (8, 6))}
@@ -271,6 +272,7 @@ def test_the_model_and_files_have_whole_tables(tmp_path: Path) -> None:
     assert_close(dict(empty.state_dict()), eager.model.state_dict(), REORDERED)
 
 
+@pytest.mark.slow
 def test_groups_of_parameters_name_the_whole_table() -> None:
     model, batch = tagger(64)
     groups = [{"params": ["table.*"], "lr": 0.5}]
@@ -294,6 +296,7 @@ def test_tokens_of_no_row_are_refused_as_eager_refuses_them() -> None:
             job.step({**batch, "ids": ids})
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_is_named() -> None:
     large, batch = tagger()
     with pytest.raises(DoesNotFit, match=r"table.weight stays whole: its optimizer looks at whole parameters.*Tried"):

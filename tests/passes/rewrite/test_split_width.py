@@ -62,6 +62,7 @@ def test_attention_and_mlp_of_every_layer_are_found(name: str) -> None:
     assert len([region for region in found if region.inside]) >= 2 * layers, [region.name for region in found]
 
 
+@pytest.mark.slow
 def test_what_mixes_columns_is_left_whole() -> None:
     """T5 adds another bias to each head; three members have no equal parts of four heads."""
     model, batch = zoo()["t5"](dropout=0.0)
@@ -70,6 +71,7 @@ def test_what_mixes_columns_is_left_whole() -> None:
     assert find_regions(trace(model, batch), 3) == []
 
 
+@pytest.mark.slow
 def test_a_graph_is_divided_once_for_plan_and_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 80 layers that takes 15 s."""
     calls = []

@@ -124,6 +124,7 @@ class Mixing(Attending):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
+@pytest.mark.slow
 def test_a_weight_is_read_inside_of_a_part_after_its_last_use_outside() -> None:
     assert_trains_like_eager(Mixing(), full_batch())
 
@@ -258,6 +259,7 @@ def test_the_peak_is_the_planned_one_and_tiles_lower_it() -> None:
     assert least < 0.7 * most and tiled_bytes < 0.6 * kept_bytes
 
 
+@pytest.mark.slow
 def test_a_rematerialisation_does_not_make_the_results_of_its_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward computes each tile itself: but for one token, which shows the shapes, the last part's forward is not
     counted, and a step is shorter in the simulator. The second stage's head reads what its last part gives."""
@@ -310,6 +312,7 @@ def test_costs_of_some_tiles_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -
         assert sorted(map(repr, few.calls)) == sorted(map(repr, all_.calls))
 
 
+@pytest.mark.slow
 def test_the_printed_stage(golden: Any) -> None:
     with job_of(Attending(), full_batch(4), micro_batches=2, strategy="tile-sequence{tokens=4}, " + PIPELINE) as job:
         text = job.code(0)

@@ -32,6 +32,7 @@ class Language(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+@pytest.mark.slow
 def test_the_way_out_of_the_refusal_is_the_same_loss_and_can_be_planned() -> None:
     batch = {name: torch.randint(0, 16, (4, 8)) for name in ("ids", "labels")}
     usual, moved = Language(False), Language(True)

@@ -35,7 +35,6 @@ from penstock.tests.passes.running import (
     traced_model,
 )
 from penstock.tests.passes.sequential import Sequential
-from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True)
@@ -52,7 +51,6 @@ def asynchronous(
 
 FAST = {
     ("gpt2", "predict", "adamw", 2, 0.05),
-    ("gpt2", "stash", "momentum", 1, None),
 }
 CASES = [
     pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in FAST else pytest.mark.slow)
@@ -130,8 +128,9 @@ class LargeLoss(torch.nn.Module):
         return {"x": torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))}
 
 
-@pytest.mark.parametrize("tier", slow_but(["all"], ["dram", "states", "all"]))
-@pytest.mark.parametrize("max_norm", [None, pytest.param(0.05, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["dram", "states", "all"])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_stages_off_the_device_train_as_the_sequential_loop_does(tier: str, max_norm: float | None) -> None:
     """Weights are fetched again after each update, in DRAM or on states that come from SSD and go back there."""
     graph, batches = trace_case("gpt2")
@@ -160,7 +159,8 @@ LANES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if "-" in c else []) for c in LANES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LANES)
 def test_lanes_train_as_the_sequential_loop_does(case: str) -> None:
     """Two pipelines of two devices and three stages: each mini-batch has micro-batches of both, whose gradients are
     summed before the update. Shards are gathered again after each update."""
@@ -297,6 +297,7 @@ def test_bf16_trains() -> None:
     assert torch.equal(named["transformer.wte.weight"], named["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_fp16_needs_updates_on_every_device() -> None:
     """A device learns of overflows, and so of the loss scale, from its own updates."""
     model, batch = zoo()["gpt2"](dropout=0.0)

@@ -89,6 +89,7 @@ def test_weights_wait_until_a_device_is_idle_or_full() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_bubble_shrinks() -> None:
     """From N - 1 turns of a forward and a backward by two of the halves that wait."""
     graph, hardware = chain(depth=16, width=512, rows=256), Hardware.cpu(num_devices=4, memory="1GB")

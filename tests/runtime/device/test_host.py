@@ -84,6 +84,7 @@ print(json.dumps([kept, counts, most]))
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_stays_but_for_blocks_between_small_ones() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD],

@@ -256,6 +256,7 @@ SHAPES = st.fixed_dictionaries(
 
 
 # Hosts do not meet between steps here; where they do, they wait for more, but never for a later step.
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(SHAPES, st.integers(0, 2**32), st.integers(0, 4), st.sampled_from([0, 512, 5000, 10**6]), st.booleans())
 def test_what_the_verifier_passes_ends_in_any_interleaving_and_keeps_its_shares(

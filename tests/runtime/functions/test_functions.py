@@ -37,6 +37,7 @@ def assert_same(found: Tensor, want: Tensor, given: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.integers(1, 700), st.integers(-40, 40), st.integers(0, 600), st.integers(0, 40), st.booleans(), st.booleans())
 def test_equals_a_mask(queries: int, more: int, before: int, after: int, grouped: bool, scaled: bool) -> None:

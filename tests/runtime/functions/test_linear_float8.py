@@ -18,6 +18,7 @@ from penstock.runtime.functions import linear_float8
 from penstock.runtime.functions.chains import KERNELS, Chain
 from penstock.runtime.functions.linear_float8 import _Products
 from penstock.runtime.torch_names import FakeTensorMode
+from penstock.tests.shown_elsewhere import slow_but
 
 RECIPES = [row.float8 for row in PRECISIONS.values() if row.float8]
 IN, OUT, ROWS = 32, 48, 16
@@ -100,7 +101,7 @@ def no_kernels() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(RECIPES[:1], RECIPES))
 def test_scales_and_casts_run_as_kernels(
     recipe: str, backend: str, no_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,8 +36,7 @@ def folder_of(name: str, tmp_path: Path) -> Path:
 
 NAMES = (
     "gpt2",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "mixtral")),
-    "wide_resnet",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "mixtral", "wide_resnet")),
     "lstm",
     "in_place",
     "custom_function",

@@ -156,6 +156,7 @@ def test_nobody_is_blamed_for_the_time_before_the_first_look(
     assert watch(server, monkeypatch, moves=True, step_s=2.0, search_s=1.3) == []
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_go_on_are_found(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *_ = watch(server, monkeypatch, moves=False, step_s=8.0)
     assert "no rank has gone on for 1 s" in first.error["message"] and "timeout_s" in first.error["message"]

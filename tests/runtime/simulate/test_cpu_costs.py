@@ -43,6 +43,7 @@ def test_no_device_takes_more_than_its_threads() -> None:
     assert step_s(2, machine(2, 2, threads=2)) > 1.3 * step_s(2, machine(2, 4, threads=2))
 
 
+@pytest.mark.slow
 def test_copies_take_cores_too() -> None:
     """Fetches overlap with computation only where a core is left for them."""
     options = {"width": 20_000, "rows": 4, "flops": 8e9}  # 1.5 GiB a stage: 0.16 s of copying

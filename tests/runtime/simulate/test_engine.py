@@ -265,6 +265,7 @@ def any_machine(draw: st.DrawFn, num_devices: int, memory_bytes: int) -> Hardwar
     return hardware.with_(p2p=True) if draw(st.booleans()) else hardware
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_program_breaks_its_bounds(data: st.DataObject) -> None:

@@ -79,6 +79,7 @@ def test_equal_to_filling_the_links_drop_by_drop(links: dict[str, Link], paths: 
     assert fair_rates(paths, links) == pytest.approx(fill_drop_by_drop(paths, links), abs=1e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(links_of, flows_of)
 def test_saturating_and_max_min_fair_in_every_class(links: dict[str, Link], flows: list) -> None:

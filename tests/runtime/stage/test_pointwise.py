@@ -122,6 +122,7 @@ STEPS: dict[str, Callable[[nn.Linear, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=10), st.booleans())
 def test_any_chain_trains_the_same_and_saves_no_more(steps: list[str], low: bool) -> None:

@@ -86,6 +86,7 @@ def test_a_wrapper_with_more_is_refused(model: nn.Module, message: str, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_refusal_comes_before_the_devices_are_asked_and_its_way_out_works(tmp_path: Path) -> None:
     model = Headed(bert("MaskedLM").bert)
     with job_of(model) as job:

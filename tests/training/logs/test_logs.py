@@ -113,6 +113,7 @@ def test_a_resumed_run_goes_on_in_both_files(tmp_path: Path) -> None:
     assert [event.step for event in read.Scalars("train/loss")] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_page_names_every_curve_and_its_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "logs.md").read_text()
     told = record(1, gradient_norm=1.0, predicted_s=1.0, model_flops_utilisation=0.5, ssd_wear_share=0.1)
@@ -168,6 +169,7 @@ def test_writing_stalls_nobody_and_all_is_written_at_the_end(tmp_path: Path) -> 
     assert [row.get("step") for row in lines(tmp_path)] == [None, 1, 2, 3, 4, 5, 5, None]
 
 
+@pytest.mark.slow
 def test_a_log_that_breaks_is_warned_of_once_and_the_run_goes_on(tmp_path: Path) -> None:
     log = JsonLog(tmp_path)
 

@@ -109,7 +109,7 @@ def assert_trains_like_eager(job: penstock.Job, batches: list[dict[str, Tensor]]
     torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("micro_batches", "num_devices"), slow_rows_but([(2, 1), (4, 2)], [(1, 1), (2, 1), (4, 2)]))
+@pytest.mark.parametrize(("micro_batches", "num_devices"), slow_rows_but([(2, 1)], [(1, 1), (2, 1), (4, 2)]))
 def test_batches_with_images_at_other_places_train_like_eager(micro_batches: int, num_devices: int) -> None:
     """Positions and masks differ from batch to batch; the first input has several entries for each row."""
     with job_of(num_devices=num_devices, micro_batches=micro_batches) as job:
@@ -125,6 +125,7 @@ def test_auto_finds_the_number_of_micro_batches() -> None:
         assert_trains_like_eager(job, [batch_of(5)])
 
 
+@pytest.mark.slow
 def test_a_check_of_the_job_compares_it_with_the_model_itself() -> None:
     job = job_of(Windowed(), micro_batches=2)
     report = check(job, copy.deepcopy(job.model), [batch_of(1), batch_of(2)])
@@ -140,6 +141,7 @@ def seeing() -> Iterator[penstock.Job]:
         yield job
 
 
+@pytest.mark.slow
 def test_the_program_reads_what_the_prologue_makes(seeing: penstock.Job) -> None:
     code = seeing.code()
     assert "self.places.table(prologue_0)" in code or "self.table(prologue_0)" in code
@@ -156,6 +158,7 @@ def test_a_list_of_numbers_is_read_in_one_call() -> None:
     assert called.count("unbind") == 1, called  # of `types` into rows, none of these or of `grid` into numbers
 
 
+@pytest.mark.slow
 def test_compile_says_what_is_read() -> None:
     with pytest.warns(UserWarning, match="reads the values of grid, .*types.*comes in as prologue_0"):
         torch.manual_seed(0)
@@ -203,6 +206,7 @@ class Selecting(nn.Module):
         return h.square().mean() + self.outer(x[real].contiguous()).square().mean()
 
 
+@pytest.mark.slow
 def test_elements_that_the_batch_chooses() -> None:
     kept = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
     batches = [{"x": torch.randn(4, 6), "kept": each} for each in kept]
@@ -232,6 +236,7 @@ class Joining(nn.Module):
         return self.head((joined * order).tanh()).square().mean()
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_form_of_activations_is_written_by_the_batch() -> None:
     """Sequences of tensors are its places."""
 
@@ -319,7 +324,8 @@ class Caching(Seeing):
         return {**found, "cache": torch.zeros(1, 2)} if self.config.use_cache else found
 
 
-@pytest.mark.parametrize("check", slow_but([True], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [True, False])
 def test_caches_are_off_whenever_forward_runs(check: bool) -> None:
     """The comparison at compile runs forward with caches off, and may be the first to need a recording."""
     model = Caching()
@@ -340,7 +346,8 @@ class Windowed(Seeing):
         return {"loss": found["loss"] * torch.cat([table, nothing]).square().mean()}
 
 
-@pytest.mark.parametrize("micro_batches", slow_but([2], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_what_is_the_same_for_all_rows_is_a_constant(micro_batches: int) -> None:
     with job_of(Windowed(), micro_batches=micro_batches) as job:
         assert len(job.folder.constants) == 2
@@ -370,7 +377,8 @@ class Shared(Seeing):
         return {"loss": super().forward(**batch)["loss"] + (rows * self.scale(batch["grid"])).mean()}
 
 
-@pytest.mark.parametrize("micro_batches", slow_but([2], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_places_are_those_in_a_micro_batch(micro_batches: int) -> None:
     with job_of(Deep(), micro_batches=micro_batches) as job:
         assert_trains_like_eager(job, [batch_of(0), batch_of(1)])

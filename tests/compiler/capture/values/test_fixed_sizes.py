@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError, WorkerError
-from penstock.tests.shown_elsewhere import slow_but
 
 Forward = Callable[[Any, Tensor], Tensor]
 
@@ -186,7 +185,8 @@ class Several(nn.Module):
         return torch.stack([model(**batch) for model in self.models.values()]).sum()
 
 
-@pytest.mark.parametrize("micro_batches", slow_but([2], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_values_at_the_places_of_a_mask(micro_batches: int) -> None:
     require_equal(Several({name: Mixed(function) for name, function in PUTS.items()}), mixed_batch(), micro_batches)
 

@@ -110,6 +110,7 @@ class Switched(nn.Module):
         return self.last(h)[:, self.kept.nonzero().flatten()].square().mean()
 
 
+@pytest.mark.slow
 def test_a_buffer_that_a_line_reads_is_the_same_in_each_step() -> None:
     model, x = Switched(), torch.randn(4, 4)
     hardware = penstock.Hardware.cpu(num_devices=1, memory="256MB", dram="1GB")

@@ -47,6 +47,7 @@ def tensors_in(directory: Path) -> dict[str, Tensor]:
     return {key: tensor for file in directory.glob("*.safetensors") for key, tensor in load_file(file).items()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_and_their_states_only(saved: Any) -> None:
     directory, _, _ = saved
     model = lora(llama(), modules_to_save=["lm_head"])
@@ -127,6 +128,7 @@ def test_a_base_on_meta_without_files_is_refused(saved: Any) -> None:
         job.resume(directory)
 
 
+@pytest.mark.slow
 def test_a_job_whose_weights_are_all_trained_keeps_full_checkpoints(tmp_path: Path) -> None:
     with compile_job(llama(num_hidden_layers=1)) as job:
         job.step(BATCH)

@@ -66,7 +66,8 @@ def test_adapters_on_two_devices_train_as_in_eager(name: str) -> None:
     assert_trains(MODELS[name](), strategy="gpipe", num_devices=2)
 
 
-@pytest.mark.parametrize("name", slow_but(["reentrant checkpointing"], ["checkpointing", "reentrant checkpointing"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpointing", "reentrant checkpointing"])
 def test_gradient_checkpointing_is_ignored_and_this_is_said(name: str) -> None:
     with pytest.warns(UserWarning, match="asks for gradient checkpointing.*is ignored: the plan itself decides"):
         job = compile_job(MODELS[name]())
@@ -109,6 +110,7 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
         compile_job(model)
 
 
+@pytest.mark.slow
 def test_adapters_switched_on_after_compile_are_refused_by_name() -> None:
     model = MODELS["one of two"]()
     with compile_job(model) as job:

@@ -89,6 +89,7 @@ def test_of_a_swapped_base_with_large_adapters_only_their_gradients_leave_the_de
     assert found.moved_bytes["cpu0 -> dram0"] == told.moved_bytes["cpu0.up"]
 
 
+@pytest.mark.slow
 def test_stages_below_the_first_adapter_are_fetched_once_and_have_no_backward() -> None:
     model = lora(llama(num_hidden_layers=LAYERS), layers_to_transform=[LAYERS - 1])
     job = swapping_job(model)

@@ -122,6 +122,7 @@ def test_stages_of_a_swapped_base_on_meta_are_merged_one_layer_at_a_time(
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.slow
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     with (
         compile_job(llama(num_hidden_layers=1)) as job,
@@ -131,6 +132,7 @@ def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 def test_adapters_that_change_no_weights_are_refused(tmp_path: Path) -> None:
     model = peft.get_peft_model(
         llama(num_hidden_layers=1), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -139,6 +141,7 @@ def test_adapters_that_change_no_weights_are_refused(tmp_path: Path) -> None:
         job.save_pretrained(tmp_path / "merged", merge=True)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_leave_the_directory_as_it_was(tmp_path: Path) -> None:
     model = lora(llama(num_hidden_layers=1))
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.data[0, 0] = float("inf")

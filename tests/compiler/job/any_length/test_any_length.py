@@ -65,6 +65,7 @@ def test_steps_of_any_length_equal_eager(name: str, devices: int, memory: str) -
     assert_same_weights(job.model, twin.model)
 
 
+@pytest.mark.slow
 def test_the_printed_code_says_sequence() -> None:
     job, _ = shared()
     code = job.code()
@@ -188,6 +189,7 @@ def test_what_needs_fixed_sizes_is_refused(option: dict[str, Any], words: str) -
         compile_job("gpt2", **option)
 
 
+@pytest.mark.slow
 def test_chains_of_a_strategy_need_fixed_sizes() -> None:
     with pytest.raises(PassError, match="fuse-pointwise with dynamic_shapes"):
         compile_job("gpt2", strategy=f"fuse-pointwise, {PIPELINE}")
@@ -216,6 +218,7 @@ def test_steps_are_simulated_at_any_length() -> None:
     assert "steps of other lengths (4 to 48; memory is for the most)" in reasons_of(job)
 
 
+@pytest.mark.slow
 def test_sizes_that_a_plan_does_not_have_are_named(tmp_path: Any) -> None:
     job, _ = shared()
     with pytest.raises(PlanError, match=r"simulate\(length=8\): the sizes that differ are sequence"):

@@ -87,6 +87,7 @@ def test_steps_are_those_of_the_unpacked_model(tmp_path: Path, kind: str) -> Non
     require_close(trained, theirs)
 
 
+@pytest.mark.slow
 def test_the_type_of_a_packed_weight_is_that_of_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward casts to it, as T5's does."""
 
@@ -104,6 +105,7 @@ def test_the_type_of_a_packed_weight_is_that_of_the_plain_one(tmp_path: Path, mo
     require_close(trained, theirs)
 
 
+@pytest.mark.slow
 def test_a_bias_beside_a_packed_weight_is_trained_and_synced(tmp_path: Path) -> None:
     write_qwen2(tmp_path, "fp8")
     with torch.device("meta"):
@@ -126,6 +128,7 @@ def test_a_packed_head_that_the_model_ties_is_refused(tmp_path: Path) -> None:
         compile_job(adapt(on_meta(tmp_path), ["q_proj"]), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
     write_llama(tmp_path, "fp8")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -151,7 +154,8 @@ def test_parameters_of_packed_linear_layers_take_no_adapter(tmp_path: Path) -> N
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-@pytest.mark.parametrize("micro_batches", slow_but([2], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gpt_oss_in_small(tmp_path: Path, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its experts stay in MXFP4; two of them are unpacked at a time."""
     monkeypatch.setattr(linear_packed, "GROUP_BYTES", 2 * 4 * 64 * 192)

@@ -240,6 +240,7 @@ def test_a_checkpoint_quantised_otherwise(whole: Path, tmp_path: Path) -> None:
         compile_job(adapt(on_meta(tmp_path, "nf4", packed=True)), weights=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_adapter_is_saved_and_read_back(whole: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -264,9 +265,10 @@ def plain_base(whole: Path, kind: str) -> Any:
     return plain
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", slow_but(["nf4"], QUANTISATIONS))
-@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_merged_model_is_pefts_of_the_unpacked_base(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Bit for bit, in the type from before; and transformers reads it with nothing missing."""
     whole = write_whole(tmp_path / "whole", dtype)
@@ -314,6 +316,7 @@ def test_adapters_of_every_kind_are_merged_into_an_unpacked_base(name: str, whol
     assert changed
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_gpt2s_transposed_layers_are_merged(tmp_path: Path) -> None:
     """bitsandbytes has their weights as a linear layer has them."""
@@ -369,6 +372,7 @@ def test_prepared_for_kbit_training(whole: Path) -> None:
         assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
 
 
+@pytest.mark.slow
 def test_the_state_dict_is_the_librarys(whole: Path) -> None:
     for kind in ("nf4-double", "int8"):
         own = adapt(load_model(whole, kind))

@@ -33,7 +33,6 @@ from penstock.tests.compiler.job.quantised.models import (
     trained_params,
     write_whole,
 )
-from penstock.tests.shown_elsewhere import slow_but
 
 CONFIGS = {
     "float8": Float8WeightOnlyConfig(),
@@ -52,8 +51,9 @@ def with_config(directory: Path, config: Any) -> nn.Module:
     return adapt(AutoModelForCausalLM.from_pretrained(directory, quantization_config=how))
 
 
-@pytest.mark.parametrize("kind", slow_but(["int4"], CONFIGS))
-@pytest.mark.parametrize("memory", [pytest.param("64MB", marks=pytest.mark.slow), "750kB"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("memory", ["64MB", "750kB"])
 def test_steps_are_those_of_the_library(whole: Path, kind: str, memory: str) -> None:
     theirs, own = with_config(whole, CONFIGS[kind]), with_config(whole, CONFIGS[kind])
     losses = eager_losses(theirs)

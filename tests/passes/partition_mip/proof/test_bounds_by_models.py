@@ -170,6 +170,7 @@ def check_models(p: MipProblem, most: int, monkeypatch: pytest.MonkeyPatch) -> N
             assert optimum(TotalsModel(limits, low, high, (None,) * n).model) <= seconds * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(small_problems(most_blocks=6))
 def test_models_bound_the_fastest_partitions(p: MipProblem) -> None:
