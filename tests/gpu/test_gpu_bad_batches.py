@@ -14,6 +14,7 @@ import penstock
 from penstock.tests.compiler.job.agents import agents
 from penstock.tests.compiler.job.test_bad_batches import ADAMW, Net, batch_of, require_equal, results
 from penstock.tests.gpu.rehearsal import compile_job, exact, on_gpu, only_on_gpu, swapping_job
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
@@ -71,8 +72,7 @@ def require_no_trace(start: Callable[[], Any], kinds: Sequence[str] = KINDS) -> 
     return said
 
 
-@pytest.mark.emulated_core
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", core_of({"swapped"}, WAYS))
 def test_bad_batches_leave_no_trace(way: str) -> None:
     require_no_trace(partial(job_by, way))
 

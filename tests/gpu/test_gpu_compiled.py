@@ -49,7 +49,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-CORE = {("2 stages", "fp32", "eager"), ("swapped", "fp32", "aot_eager")}
+CORE = {("2 stages", "fp32", "eager")}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from penstock.tests.compiler.job.test_forms import (
     eager_loss,
 )
 from penstock.tests.gpu.rehearsal import REHEARSED, exact, on_gpu
-from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
@@ -33,7 +32,7 @@ def machine(num_devices: int) -> penstock.Hardware:
     return penstock.Hardware.detect().with_(num_devices=num_devices, memory="1GB", dram="1GB")
 
 
-@pytest.mark.parametrize(("strategy", "num_devices"), core_of([("mobius", 1)], PLANS))
+@pytest.mark.parametrize(("strategy", "num_devices"), PLANS)
 def test_steps_are_eagers(strategy: str, num_devices: int) -> None:
     if not REHEARSED and torch.cuda.device_count() < num_devices:
         pytest.skip("needs two GPUs")
