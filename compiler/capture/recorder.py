@@ -237,10 +237,14 @@ class Recorder(GraphWriter):
         self._other_call(assert_async, self._other_call(torch.Tensor.reshape, holds, ()), text)
         return answer
 
-    def on_checkpoint(self, checkpointed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Forward asks for recomputation."""
+    def on_checkpoint(
+        self, checkpointed: Callable[..., Any], function: Callable[..., Any], preserves: bool,
+        contexts: Callable[[], tuple[Any, Any]], *_: Any, **__: Any,
+    ) -> Iterator[None]:  # fmt: skip
+        """Forward asks for recomputation, which passes decide, not the model: autograd saves what it saves without."""
         self.has_checkpoints = True
-        return checkpointed(*args, **kwargs)
+        with contexts()[0]:
+            yield
 
     def on_list(self, own: Callable[..., Any], tensor: torch.Tensor) -> Any:
         """A tensor is read as a list: in one call if its values are known, which is else one for each number."""
@@ -384,7 +388,7 @@ class Recorder(GraphWriter):
         reads = ReadWatch()
         try:
             with reads:
-                self.run(func, *self._executable(*lowered, args, kwargs))
+                self.run(SHAPE_RULES.get(func, func), *self._executable(*lowered, args, kwargs))
         except NeedsValue:
             reads.seen = True
         return use_known_values(func, args, kwargs, self._other_call, self.values.knows) if reads.seen else None

@@ -345,6 +345,20 @@ def test_tensors_that_are_not_registered_are_kept_with_the_graph():
     assert list(opgraph.constants) == ["_constant0"] and torch.equal(opgraph.module._constant0, scale)
 
 
+def test_a_checkpoint_is_not_computed_again_while_its_writes_are_looked_at():
+    """Outside of a recording, torch's own rule for fake tensors has no such product in fp32."""
+
+    def multiply(weight, x):
+        return F.grouped_mm(x, weight[None], offs=torch.tensor([3], dtype=torch.int32)).mul_(2).relu()
+
+    opgraph = record(
+        lambda m, x: checkpoint(multiply, m.wide.weight, x, use_reentrant=False).sum(),
+        torch.ones(3, 16),
+        wide=nn.Linear(16, 16),
+    )
+    assert any("checkpoint" in note for note in opgraph.notes)
+
+
 def test_reentrant_checkpoint_is_traced_through():
     opgraph = record(
         lambda m, x: checkpoint(m.linear, x, use_reentrant=True).sum(), torch.ones(3, 4, requires_grad=True)
