@@ -135,7 +135,7 @@ ONE_STAGE = "coarsen, mesh, partition-balanced{stages=1}, map-round-robin, sched
 ONE_STAGE += "insert-optimizer"
 APART: dict[str, Any] = {"num_devices": 2, "buffers": False, "attends": True}
 WAYS: dict[str, dict[str, Any]] = {
-    "swapped": {"memory": "90kB", "strategy": "mobius", "micro_batches": 4},
+    "swapped": {"memory": "100kB", "strategy": "mobius", "micro_batches": 4},
     "clipped": {"max_grad_norm": 0.01},
     "lanes": {"num_devices": 2, "strategy": "data-parallel", "buffers": False},
     "shards": {"num_devices": 2, "strategy": "zero3-offload", "buffers": False},
