@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ir.errors import BatchError, PenstockError, PlanError
 from ...ir.program import SIZES, place_of
-from ...runtime.processes.driver import Driver, loaded_names
+from ...runtime.processes.driver import DifferentCalls, Driver, loaded_names
 from ...runtime.state.weights import WeightSource, stage_buffers
 from ..batches.shape import as_dicts
 from ..folder import COUNTS_FILE, Folder
@@ -62,9 +62,12 @@ class StepInputs:
         self.forms = forms
 
     def for_step(self, batch: Any) -> dict[str, Tensor]:
-        """The inputs of a step. A batch that is refused counts as well, as its loader has handed it out."""
+        """The inputs of a step. A batch that is refused counts as well, as its loader has handed it out, but not
+        where the ranks make different calls: then only some of them have one."""
         try:
             return self.for_call("step", batch)
+        except DifferentCalls:
+            raise
         except BatchError:
             self.feed.advance()
             raise

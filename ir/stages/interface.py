@@ -348,6 +348,8 @@ def _wrong_stage(interface: Interface, name: str, spec: StageSpec) -> Iterator[s
         yield f"stage {name!r:.60} is called {spec.name!r:.60}"
     if spec.loss is not None and spec.loss not in {output.name for output in spec.outputs}:
         yield f"stage {name} has no output {spec.loss!r:.60} that could be the loss"
+    for lost in {*spec.changing_buffers, *spec.repeated_buffers} - {buffer.name for buffer in spec.buffers}:
+        yield f"stage {name} has no buffer {lost!r:.60} that its forward could change"
     rows: list[TensorSpec | ParamSpec] = [*spec.inputs, *spec.outputs, *spec.extra_outputs]
     rows += [*spec.params, *spec.buffers, *(exchange.result for exchange in spec.exchanges)]
     known = ("", *names.TEAM_OPS)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...ir import ops
-from ...ir.errors import NonFiniteLoss, PenstockError, PlanError, WorkerError
+from ...ir.errors import BatchError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import SIZES, Interface, Program, place_of
 from ..bad_step import BadStep
@@ -27,6 +27,10 @@ from ..simulate import Span, Timeline
 from ..state.tensor_file import Reads
 from .commands import COMMANDS, Answer, Tensors, unpack_result
 from .setup import RunSetup
+
+
+class DifferentCalls(BatchError):
+    """The ranks make different calls, and none of these has begun."""
 
 
 class Driver:

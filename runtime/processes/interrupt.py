@@ -34,43 +34,56 @@ def finishing(call: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[BaseException] = []
-    interrupts, is_over = 0, False
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        if is_over:  # another handler has raised before this one was put back
-            _set(number, before[number])
-            before[number](number, frame)
-            return
-        interrupts += number == signal.SIGINT
-        try:
-            before[number](number, frame)
-        except BaseException as error:
-            if number == signal.SIGINT and interrupts > 1:
-                raise
-            held.append(error.with_traceback(None))
-            if number == signal.SIGINT:
-                _say(f"`{call}` is finished first; once more breaks it off")
-
-    before: dict[int, Handler] = {}
+    held = _Held(call)
     try:
+        held.begin()
+        yield
+    finally:
+        held.end()
+
+
+class _Held:
+    """Calls the script's signal handlers during a call, and holds what they raise. `before`: these handlers."""
+
+    def __init__(self, call: str) -> None:
+        self.before: dict[int, Handler] = {}
+        self._call, self._interrupts, self._is_over = call, 0, False
+        self._errors: list[BaseException] = []
+
+    def begin(self) -> None:
         for number in _NUMBERS:
             handler = _get(number)
             if callable(handler) and not isinstance(getattr(handler, "__self__", None), RankInterrupt):
-                before[number] = handler
-                _set(number, hold)
-        yield
-    finally:
-        is_over = True
-        for number, handler in before.items():
-            if _get(number) is hold:  # else a handler has set another one
+                self.before[number] = handler
+                _set(number, self.hold)
+
+    def hold(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over:  # another handler has raised before this one was put back
+            _set(number, self.before[number])
+            self.before[number](number, frame)
+            return
+        self._interrupts += number == signal.SIGINT
+        try:
+            self.before[number](number, frame)
+        except BaseException as error:
+            if number == signal.SIGINT and self._interrupts > 1:
+                raise
+            self._errors.append(error.with_traceback(None))
+            if number == signal.SIGINT:
+                _say(f"`{self._call}` is finished first; once more breaks it off")
+
+    def end(self) -> None:
+        """Put the handlers back and raise what was held."""
+        self._is_over = True
+        for number, handler in self.before.items():
+            if _get(number) == self.hold:  # else a handler or a rank has set another one
                 _set(number, handler)
-        if held:
-            for other in held[1:]:
+        if self._errors:
+            first, *others = self._errors
+            for other in others:
                 text = f"and later, in another signal handler: {other!r}"
-                held[0].add_note(text) if sys.version_info >= (3, 11) else _say(text)
-            raise held[0]
+                first.add_note(text) if sys.version_info >= (3, 11) else _say(text)
+            raise first
 
 
 class RankInterrupt:
@@ -108,10 +121,12 @@ class RankInterrupt:
 
 
 def _handler() -> Handler | None:
-    """The script's SIGINT handler, if it is a function and this thread may replace it."""
+    """The script's SIGINT handler, also during a call, if it is a function and this thread may replace it."""
     if threading.current_thread() is not threading.main_thread():
         return None
     found = signal.getsignal(signal.SIGINT)
+    while isinstance(held := getattr(found, "__self__", None), _Held):
+        found = held.before[signal.SIGINT]
     return found if callable(found) else None
 
 

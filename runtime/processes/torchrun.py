@@ -38,7 +38,7 @@ from ..simulate import Span
 from ..turns import TurnServer
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
-from .driver import Driver, merge_results
+from .driver import DifferentCalls, Driver, merge_results
 from .interrupt import RankInterrupt
 from .ranks import Ranks, Told
 from .rows import Failure
@@ -271,8 +271,8 @@ class TorchrunDriver(Driver):
         return self._exchange("gather", value)
 
     def _exchange(self, what: str, mine: Any) -> list[Any]:
-        """The data that every rank passes to the same call. Raises `BatchError` on all ranks if their calls differ:
-        then the data of one rank ended before that of the others."""
+        """The data that every rank passes to the same call. Raises `DifferentCalls` on all ranks if their calls
+        differ: then the data of one rank ended before that of the others."""
         with self._together():
             rows = self.ranks.exchange({"what": what, "given": mine})
         calls: dict[str, list[int]] = {}
@@ -280,7 +280,7 @@ class TorchrunDriver(Driver):
             calls.setdefault(row.get("what", "step"), []).append(rank)
         if len(calls) > 1:
             where = ", ".join(f"`{call}` on rank {', '.join(map(str, who))}" for call, who in calls.items())
-            raise BatchError(
+            raise DifferentCalls(
                 f"the ranks make different calls: {where}. All make the same in the same order, also equally many "
                 "steps; where the data of one rank ends earlier, cut the others' (job.sampler gives all ranks the same "
                 "number of batches)"

@@ -67,10 +67,10 @@ def compile_job(devices: int, strategy: str = "data-parallel") -> penstock.Job:
     )  # fmt: skip
 
 
-def train(job: penstock.Job, samples: Samples, steps: int) -> list[float]:
-    """Losses of `steps` steps, over any number of epochs."""
+def train(job: penstock.Job, samples: Samples, steps: int, start: int | None = None) -> list[float]:
+    """Losses of `steps` steps, from sample `start` on if given, over any number of epochs."""
     losses: list[float] = []
-    sampler = job.sampler(samples)
+    sampler = job.sampler(samples, start=start)
     loader = DataLoader(samples, batch_sampler=sampler)
     while len(losses) < steps:
         batches = loader if job.inputs else (None for _ in sampler)

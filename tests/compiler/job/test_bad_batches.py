@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.compiler.job.step_inputs import StepInputs
 from penstock.ir.errors import BatchError, NonFiniteLoss, WorkerError
 from penstock.ir.program import aligned, persistent_bytes
+from penstock.runtime.processes.driver import DifferentCalls
 from penstock.tests.compiler.job.agents import agents
 
 SLOW = pytest.mark.slow
@@ -134,7 +136,7 @@ ONE_STAGE = "coarsen, mesh, partition-balanced{stages=1}, map-round-robin, sched
 ONE_STAGE += "insert-optimizer"
 APART: dict[str, Any] = {"num_devices": 2, "buffers": False, "attends": True}
 WAYS: dict[str, dict[str, Any]] = {
-    "swapped": {"memory": "90kB", "strategy": "mobius", "micro_batches": 4},
+    "swapped": {"memory": "100kB", "strategy": "mobius", "micro_batches": 4},
     "clipped": {"max_grad_norm": 0.01},
     "lanes": {"num_devices": 2, "strategy": "data-parallel", "buffers": False},
     "shards": {"num_devices": 2, "strategy": "zero3-offload", "buffers": False},
@@ -228,6 +230,18 @@ def test_a_batch_that_is_left_out_counts_in_the_sampler() -> None:
             with pytest.raises((BatchError, NonFiniteLoss)):
                 job.step(bad_batch(kind))
         assert sampler.position == 3 * ROWS
+
+
+def test_calls_that_differ_leave_no_batch_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def for_call(self: StepInputs, function: str, batch: Any, call: str = "") -> None:
+        raise DifferentCalls("`step` on rank 0, `save` on rank 1")
+
+    monkeypatch.setattr(StepInputs, "for_call", for_call)
+    with job_of() as job:
+        sampler = job.sampler(range(10 * ROWS))
+        with pytest.raises(DifferentCalls):
+            job.step(batch_of(0))
+        assert sampler.position == 0
 
 
 class Averages(nn.Module):

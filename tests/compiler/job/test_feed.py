@@ -38,7 +38,7 @@ def test_parts_train_as_whole_batches_and_go_on_elsewhere_at_the_right_sample(tm
         assert found["weights"] == found["weights again"] == first["weights"]
     samples, rest = Samples(), Samples()
     with compile_job(1, "balanced") as job:
-        losses = train(job, samples, 6)
+        losses = train(job, samples, 4) + train(job, samples, 2, start=5 * BATCH)  # the refused batch counts
         assert first["losses"] == pytest.approx(losses[:4], rel=1e-5)
         assert job.resume(tmp_path / "saved")["note"] == "of the script"
         assert train(job, rest, 2) == pytest.approx(losses[4:], rel=1e-5)

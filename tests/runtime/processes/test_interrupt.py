@@ -136,3 +136,16 @@ def test_a_rank_notes_the_signal_and_its_echo_until_all_stop(monkeypatch: pytest
             ctrl_c()
     finally:
         rank.end()
+
+
+def test_a_rank_that_starts_during_a_call_notes_signals_from_then_on() -> None:
+    """A job's first step starts its rank."""
+    before = signal.getsignal(signal.SIGINT)
+    with finishing("step"), finishing("start"):
+        rank = RankInterrupt()
+        ctrl_c()
+    try:
+        assert rank.is_noted
+    finally:
+        rank.end()
+    assert signal.getsignal(signal.SIGINT) is before
