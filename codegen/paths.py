@@ -6,6 +6,7 @@ import keyword
 import unicodedata
 
 from ..ir.names import is_index
+from ..runtime.source.allowed import is_member
 
 
 def member(owner: str, base: str, name: str) -> str:
@@ -17,12 +18,11 @@ def member(owner: str, base: str, name: str) -> str:
 
 
 def access(part: str) -> str:
-    """The text that reaches one part of a dotted name: `.mlp`, `[3]`, `["a-b"]`."""
+    """The text that reaches one part of a dotted name: `.mlp`, `[3]`, `["a-b"]`, `["resize"]`."""
     if is_index(part):
         return f"[{part}]"
-    # Python reads names in their compatible form, and those with two underscores as private to a class.
-    as_read = unicodedata.normalize("NFKC", part) == part and not part.startswith("__")
-    is_name = part.isidentifier() and not keyword.iskeyword(part)
+    as_read = unicodedata.normalize("NFKC", part) == part  # Python reads names in their compatible form
+    is_name = part.isidentifier() and not keyword.iskeyword(part) and is_member(part)
     return f".{part}" if is_name and as_read else f"[{quote(part)}]"
 
 

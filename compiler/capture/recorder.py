@@ -546,11 +546,10 @@ class Recorder(GraphWriter):
 
     def _note_values(self, call: RecordedCall, node: fx.Node, run: Callable[..., Any]) -> None:
         written = [target.meta["val"] for target in node.meta["mutates"]]
-        if self.rows is not None and node in self.rows.follows:
+        is_of_rows = self.rows is not None and node in self.rows.follows  # what is true for these rows alone
+        if is_of_rows or node.meta["random"] or call.kind == "call_module":
             for target in written:
                 self.values.forget(target)
-            return  # what is true for these rows alone
-        if node.meta["random"] or call.kind == "call_module":
             return
         self.busy = True
         try:

@@ -86,6 +86,8 @@ class Replay(Recorder):
             self.run(run, exec_args, exec_kwargs)
         if not self._repeats(step, args, kwargs):
             self._differ(step, args, kwargs, self.run(run, exec_args, exec_kwargs))
+        if step.meta["mutates"] and self.values is self.recorded.values:
+            self._note_values(call, step, run)
         result = step.meta["val"]
         for node, tensor, _ in touched:
             if node in step.meta["mutates"] and node.meta["val"] is result:  # `x.add_(1)` returns the x of this run

@@ -323,7 +323,7 @@ def run_forward(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None)
         for fake in inputs.tensors.values():
             recorder.learn_sizes(fake)
         try:
-            with recorder.recording():
+            with recorder.values.from_the_start() if recorder.is_again else nullcontext(), recorder.recording():
                 recorder.lend_buffers()
                 inputs = inputs.take_entries()
                 args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None, options.for_loss)

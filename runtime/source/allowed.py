@@ -155,14 +155,16 @@ def _reserved_names() -> frozenset[str]:
     of_tensors = {name for name in dir(torch.Tensor) if name not in methods() and name not in VALUE_ATTRIBUTES}
     layers = [thing for thing in vars(nn).values() if is_layer(thing)]
     of_layers = {name for layer in layers for name in dir(layer) if callable(getattr(layer, name))}
-    return frozenset({*dir(Stage()), *of_tensors, *of_layers})
+    return frozenset({*of_tensors, *of_layers})
 
 
 def is_member(name: str) -> bool:
-    """Whether a part of the model may be called so: it hides, and reaches, nothing that modules and tensors have."""
-    return not name.startswith("__") and is_key(name)
+    """Whether a part of the model may be an attribute called so: it hides, and reaches, nothing that modules and
+    tensors have. A file reaches other parts by index."""
+    return not name.startswith("__") and is_key(name) and name not in _reserved_names()
 
 
+@functools.cache
 def is_key(name: str) -> bool:
     """Whether a part of the model that is reached by index may be called so."""
-    return name not in _reserved_names()
+    return not hasattr(Stage(), name)

@@ -165,7 +165,7 @@ def test_lines_stay_within_the_width() -> None:
 RUNS = 'a" + str(getattr(open("CANARY", "w"), "close")()) + "b'
 NAMES = [
     RUNS, 'a"b', "a\\b", "a\nimport torch\n", "a\r#", "\ufb01", "__x", "class", "007", "\u00b2", "step",
-    "torch", "{x}", "# a",
+    "torch", "{x}", "# a", "resize", "predict",
 ]  # fmt: skip
 
 

@@ -188,7 +188,7 @@ class Prologue:
         return self._recordings[count]
 
     def _values_of(self, recording: Recording) -> list[Tensor]:
-        return [recording.recorder.values.value(node.meta["val"]) for node in recording.prologue]
+        return [recording.recorder.values.last_value(node.meta["val"]) for node in recording.prologue]
 
     def _make(self, recording: Recording, part: Mapping[str, Any]) -> list[Tensor]:
         """Run the prologue on a micro-batch. Raises `BatchError`."""

@@ -15,7 +15,7 @@ from torch import fx
 
 from ....graph.opgraph import value_tensors
 from ....ir.calls import function_name
-from ....runtime.torch_names import DisableTorchFunction, FakeTensor, tree_map_only, unset_fake_temporarily
+from ....runtime.torch_names import DisableTorchFunction, tree_map_only, unset_fake_temporarily
 from ..calls import RecordedCall, is_random
 from ..recorder import NeedsValue, Recorder
 from ..replay import Misaligned, Replay, same
@@ -34,9 +34,10 @@ class PrologueReplay(Replay):
         self.given, self.found = values, dict[fx.Node, torch.Tensor]()
         self.values, self._fake_of = KnownValues(), dict[int, torch.Tensor]()  # id(value) -> the fake of it
         self.prologue = PrologueNodes(self.values, self.lines)
-        for fake, _ in self.constant_of.values():
-            if recorded.values.knows(fake):
-                self._know(fake, recorded.values.value(fake))
+        with recorded.values.from_the_start():
+            for fake, _ in self.constant_of.values():
+                if recorded.values.knew(fake):
+                    self._know(fake, recorded.values.last_value(fake).clone())
 
     def lend(self, values: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
         for name, value in self.given.items():
@@ -49,12 +50,16 @@ class PrologueReplay(Replay):
         operands = (real_args, real_kwargs or {})
         if reads_form(function_name(call.target)) and real_args and not self.values.knows(real_args[0]):
             operands = (self.values.form_of(real_args[0]), *real_args[1:]), real_kwargs or {}
+        before, touched = self.position, self.touched
         if run is None or call.kind == "call_module" or is_random(call, *operands) or not self._knows_all(operands):
-            return super().perform(call, args, kwargs, run, real_args, real_kwargs)
+            result = super().perform(call, args, kwargs, run, real_args, real_kwargs)
+            written = self.recorded.steps[before : self.position][-1:]
+            for tensor in [each for node, each, _ in touched for step in written if node in step.meta["mutates"]]:
+                self.values.forget(tensor)
+            return result
         if self._is_free(run, args, kwargs, operands):
             self.touched = []
             return self._make(run, operands)
-        before = self.position
         result = super().perform(call, args, kwargs, run, real_args, real_kwargs)
         if self.position > before:
             self._follow(run, operands, result)
@@ -113,7 +118,7 @@ class PrologueReplay(Replay):
     def _follow(self, run: Callable[..., Any], operands: Any, result: Any) -> None:
         """Know the value of a recorded call's result, where the recording did."""
         step = self.recorded.steps[self.position - 1]
-        if all(map(self.recorded.values.knows, value_tensors(step.meta["val"]))):
+        if all(map(self.recorded.values.knew, value_tensors(step.meta["val"]))):
             for fake, value in zip(value_tensors(result), value_tensors(self._real(run, operands))):
                 self._know(fake, value)
 
@@ -141,10 +146,9 @@ class PrologueReplay(Replay):
             return given.keys() == recorded.keys() and all(self._alike(given[key], recorded[key]) for key in given)
         if not isinstance(recorded, fx.Node) or not self.recorded.prologue.is_made(recorded):
             return same(given, recorded)
-        value = self.values.value(given.meta["val"]) if isinstance(given, fx.Node) else None
-        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        if not isinstance(given, fx.Node) or not self.values.knew(given.meta["val"]):
             return False
-        self.found[recorded] = value
+        value = self.found[recorded] = self.values.last_value(given.meta["val"])
         like = recorded.meta["val"]
         return bool(value.shape == like.shape and value.dtype == like.dtype)
 

@@ -8,7 +8,8 @@ every step; where it follows from an input, the prologue (`prologue/`) sees to t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,10 +38,13 @@ class KnownValues:
         self._of: dict[int, torch.Tensor] = {}  # id(fake) -> its value
         self._fakes: dict[int, list[torch.Tensor]] = {}  # storage -> the fakes in it, which also keeps their ids
         self.of_batch: set[int] = set()  # the ids of those that follow from an input
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # values that were changed, and what they were
+        self._once: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id(fake) -> it and its value, also if forgotten
 
     def know(self, fake: torch.Tensor, value: torch.Tensor, of_batch: bool = False) -> None:
         if value.numel() <= (LARGEST_OF_BATCH if of_batch else LARGEST) and not value.is_meta:
             self._of[id(fake)] = value
+            self._once[id(fake)] = fake, value
             self._fakes.setdefault(_storage(fake), []).append(fake)
             self.of_batch |= {id(fake)} if of_batch else set()
 
@@ -53,6 +57,14 @@ class KnownValues:
     def value(self, fake: torch.Tensor) -> torch.Tensor:
         """The value of a tensor that is known."""
         return self._of.get(id(fake), fake)
+
+    def knew(self, fake: torch.Tensor) -> bool:
+        """Whether the value of a tensor is known, or was until a call changed it to what is not."""
+        return id(fake) in self._once
+
+    def last_value(self, fake: torch.Tensor) -> torch.Tensor:
+        """The last value that is known of a tensor."""
+        return self._once[id(fake)][1]
 
     def form_of(self, fake: torch.Tensor) -> torch.Tensor:
         """The value of a tensor of which a call reads shape and dtype alone: where it is not known, zeros of these;
@@ -113,13 +125,33 @@ class KnownValues:
         """Follow a call that changes targets in place: their values, and those that share their memory, change where
         all operands are known, and are forgotten elsewhere."""
         with unset_fake_temporarily(), torch.no_grad():
+            for value in [self._of[id(target)] for target in targets if id(target) in self._of]:
+                self._before.setdefault(id(value), (value, value.clone()))
             is_known = self._run(run, args, kwargs, lambda t: t) is not UNKNOWN
         for target in targets:
             shared = self._fakes.get(_storage(target), [])
+            for fake in shared:
+                if isinstance(fake, FakeTensor):
+                    fake.constant = None  # the value that torch keeps, which no second forward finds as it was
             if not is_known:
                 self.forget(target)
             elif self.follows(args, kwargs):
                 self.of_batch.update(id(fake) for fake in shared if id(fake) in self._of)
+
+    @contextmanager
+    def from_the_start(self) -> Iterator[None]:
+        """Values as they were before any was changed in place, until the end, when they are what they are now."""
+        changed = [*self._before.values()]
+        with unset_fake_temporarily(), torch.no_grad():
+            now = [value.clone() for value, _ in changed]
+            for value, before in reversed(changed):
+                value.copy_(before)
+        try:
+            yield
+        finally:
+            with unset_fake_temporarily(), torch.no_grad():
+                for (value, _), last in zip(changed, now, strict=True):
+                    value.copy_(last)
 
     def follows(self, *arguments: Any) -> bool:
         """Whether an operand follows from an input."""

@@ -272,6 +272,34 @@ def test_a_draw_among_what_the_batch_chooses() -> None:
         assert_trains_like_eager(job, batches)
 
 
+class Picking(nn.Module):
+    """Fills a table with places, of long rows those that activations choose, as the indexer of Qwen4Exp does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, seen: Tensor) -> Tensor:
+        h = self.table(ids)
+        picked = torch.full_like(ids, ids.shape[1])
+        for i in range(len(ids)):
+            places = torch.nonzero(seen[i]).flatten()
+            if len(places) > 4:
+                places = places[h[i, places].sum(-1).topk(3).indices]
+            picked[i, : len(places)] = places
+        kept = torch.zeros(ids.shape[0], ids.shape[1] + 1).scatter(1, picked, 1)[:, :-1]
+        return (self.head(h) * kept[..., None]).square().mean()
+
+
+def test_a_tensor_that_activations_write_to_after_the_batch() -> None:
+    batches = [{"ids": batch_of(seed)["ids"], "seen": torch.zeros(ROWS, TOKENS).long()} for seed in (0, 1)]
+    for first, batch in enumerate(batches):
+        for i in range(ROWS):  # short, long, short, long
+            batch["seen"][i, first : first + (6 if i % 2 else 3)] = 1
+    with job_of(Picking(), batches[0], micro_batches=1) as job:
+        assert_trains_like_eager(job, batches)
+
+
 class Shifting(nn.Module):
     """Forward writes to its ids in place, then counts their padding."""
 

@@ -51,13 +51,21 @@ def change(model: Any, h: Tensor) -> Tensor:
     return h * len(own.unique()) if model.sizes[1].item() == 3 else h
 
 
+def count(model: Any, h: Tensor) -> Tensor:
+    place = torch.tensor(0)
+    for _ in range(3):
+        place += 1
+        h = h * int(place)  # 1, 2, 3, also when forward is called again to see whether it repeats itself
+    return h
+
+
 def read_tuple(model: Any, h: Tensor) -> Tensor:
     largest = model.sizes.max(dim=0)  # a named tuple
     mask = (model.sizes == largest.values)[:, None].expand_as(h[:2])  # of which the shape alone is read
     return h * h[:2][mask].numel() * int(largest.indices)
 
 
-@pytest.mark.parametrize("function", [split, repeat, branch, change, read_tuple])
+@pytest.mark.parametrize("function", [split, repeat, branch, change, count, read_tuple])
 def test_known_of_constants_are_part_of_the_program(function: Any) -> None:
     model, x = Model(function, sizes=torch.tensor([1, 3])), torch.randn(3, 4)
     graph = trace(model, x)
@@ -84,6 +92,16 @@ def test_a_value_that_was_changed_by_the_batch_is_not_known_any_more() -> None:
         return h * len(view.unique())
 
     with pytest.raises(CaptureError, match=r"test_known\.py:.*unique"):
+        trace(Model(forward), torch.randn(3, 4))
+
+
+def test_a_value_that_was_drawn_in_place_is_not_known_any_more() -> None:
+    def forward(model: Any, h: Tensor) -> Tensor:
+        noise = torch.zeros(2)
+        noise.uniform_(1, 2)
+        return h if noise.sum() > 0 else h * 100
+
+    with pytest.raises(CaptureError, match=r"test_known\.py:.*noise"):
         trace(Model(forward), torch.randn(3, 4))
 
 
