@@ -35,6 +35,7 @@ from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.draft import Draft
+from ...passes.partition.partition_balanced import PartitionBalanced
 from ...passes.partition.slices import Slices
 from ...passes.rewrite.graph_pass import GraphPass
 from ...passes.rewrite.recompute_pointwise import RecomputePointwise
@@ -387,6 +388,9 @@ def _smallest_of(sweep: Sweep, count: int, is_large: bool) -> Iterator[Candidate
             yield found[0]
         if sweep.best is None and not (is_long and sweep.lacks_host_memory):
             yield found[-1]
+        cut = found[-1].find(PartitionBalanced)
+        if sweep.best is None and not is_large and cut is not None and cut.together:
+            yield base.with_(dataclasses.replace(cut, together=False))  # devices share the parts of a layer
     if sweep.best is None and not is_large:
         yield Candidate.parse("ftpipe", sweep.hardware.num_devices)
 

@@ -122,8 +122,8 @@ def test_inputs_leave_where_they_do_not_fit() -> None:
 
 @pytest.mark.slow
 def test_what_dram_cannot_hold_goes_to_ssd() -> None:
-    small = Hardware.cpu(num_devices=1, memory=720_000, ssd="1GB", dram="600kB")
-    draft = schedule(720_000, stages=12)
+    small = Hardware.cpu(num_devices=1, memory=600_000, ssd="1GB", dram="600kB")
+    draft = schedule(600_000, stages=12)
     draft.machine = small
     p = ChooseActivations(swap=True, tier="all")
     decision = p.plan(draft)
