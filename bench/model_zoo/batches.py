@@ -7,7 +7,7 @@ model itself is asked how many there are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,12 +22,15 @@ SOUND, MEL = 3200, 64
 Batch = dict[str, Any]
 
 
-def batches(model: ModelClass, net: nn.Module, seed: int = 0) -> Iterator[Batch | Exception]:
+def batches(model: ModelClass, net: nn.Module, seed: int = 0, without: str = "") -> Iterator[Batch | Exception]:
     """Batches that may fit, the likeliest first: images and sound are handed over in several forms. An exception in the
-    place of a batch is what the model says of a form."""
+    place of a batch is what the model says of a form. `without`: "features" or "tokens", to leave out of a class that
+    takes both; no batches of other classes."""
     config: Any = net.config
     draw = _Draw(config, seed)
-    arguments = model.arguments
+    if without and not all(_have(model.arguments, kind) for kind in KINDS_OF_INPUTS):
+        return
+    arguments = [name for name in model.arguments if not (without and name.startswith(KINDS_OF_INPUTS[without]))]
     forms: list[list[Batch]] = [[{}]]
     if {"pixel_values", "image_pixel_values", "pixel_values_videos", "images"} & set(arguments):
         forms.append(_images(arguments, draw, "video" in model.kind))
@@ -50,6 +53,16 @@ def batches(model: ModelClass, net: nn.Module, seed: int = 0) -> Iterator[Batch 
             yield error
         else:
             yield inputs
+
+
+def left_out(model: ModelClass, batch: Batch) -> str:
+    """The kind of inputs that a batch lacks, of a class that takes tokens and features; "" where it has both."""
+    takes = all(_have(model.arguments, kind) for kind in KINDS_OF_INPUTS)
+    return next((kind for kind in KINDS_OF_INPUTS if takes and not _have(batch, kind)), "")
+
+
+def _have(names: Iterable[str], kind: str) -> bool:
+    return any(name.startswith(KINDS_OF_INPUTS[kind]) for name in names)
 
 
 class _Draw:
@@ -94,6 +107,7 @@ WORDS = {
     "image": ("pixel", "image_", "spatial", "target", "qformer", "high_res"), "video": ("video",),
     "audio": ("input_features", "input_values", "audio", "padding_mask", "feature_attention"),
 }  # fmt: skip
+KINDS_OF_INPUTS = {"features": ("pixel", "image", "audio", "input_features", "input_values"), "tokens": ("input_ids",)}
 SOUNDS = ("audio", "sound", "speech", "encoder")
 
 
@@ -121,7 +135,8 @@ def _images(arguments: list[str], draw: _Draw, video: bool) -> list[Batch]:
             more: Batch = {}
             if "image_merge_sizes" in arguments:
                 more["image_merge_sizes"] = torch.full((ROWS,), draw.find("spatial_merge_size", default=1))
-            return [{"pixel_values": each, "image_grid_thw": grid, **more} for each in (patches, squares)]
+            padded = patches.view(ROWS, side * side, content)
+            return [{"pixel_values": each, "image_grid_thw": grid, **more} for each in (patches, squares, padded)]
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(ROWS, -1, -1).contiguous()
         patches = draw.normal(ROWS, side * side, content)
         if "image_position_ids" in arguments:
@@ -322,6 +337,8 @@ def _labels(model: ModelClass, net: nn.Module, draw: _Draw, inputs: Batch) -> Ba
             height, width = inputs["pixel_values"].shape[-2:]
             targets = [{**each, "masks": draw.integers(0, 2, BOXES, height, width).float()} for each in targets]
         return {"labels": targets}
+    if kind == "depth_estimation":
+        return {"labels": draw.normal(ROWS, *inputs["pixel_values"].shape[-2:]).abs() + 0.1}
     if kind == "semantic_segmentation":
         height, width = inputs["pixel_values"].shape[-2:]
         return {"labels": draw.integers(0, classes, ROWS, height, width)}
@@ -357,4 +374,6 @@ def _labels(model: ModelClass, net: nn.Module, draw: _Draw, inputs: Batch) -> Ba
     labels = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, -100)
     if inputs.get("mm_token_type_ids") is not None:
         labels = labels.masked_fill(inputs["mm_token_type_ids"] > 0, -100)
+    if model.name.startswith("Musicgen"):  # has a dimension of codebooks
+        labels = labels[..., None]
     return {**found, "labels": labels.clone()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CaptureError, PenstockError, PlanError
 from penstock.graph.follow.coupling import coupling_text
+from penstock.runtime.torch_names import tree_map_only
 
-from .batches import Batch, batches
+from .batches import Batch, batches, left_out
 from .exceptions import FOR_CLASS
 from .others import TARGET, OtherModel, loss_of
 from .registry import ModelClass
@@ -48,13 +50,14 @@ def compare(model: ModelClass | OtherModel) -> dict[str, Any]:
     except FailsInEager as error:
         return {"outcome": "fails in eager", "detail": str(error)}
     found: dict[str, Any] = {"params": sum(p.numel() for p in net.parameters())}
+    if isinstance(model, ModelClass) and (absent := left_out(model, batch)):
+        found["without"] = absent
     try:
         found.update(_plan_differences(net, batch, eager))
         if not _is_equal(found):
             with fixed_draws():
                 again = _plan_differences(net, batch, train(copy.deepcopy(net), batch), found["micro_batches"])
-            if _is_equal(again):
-                found.update(again, detail="torch.rand gives fixed numbers")
+            found.update(again, detail="torch.rand gives fixed numbers")
         if not _is_equal(found):
             with fixed_draws(torch.float64):
                 found.update(double_differences(net, batch, found, found["micro_batches"]))
@@ -102,7 +105,7 @@ def double_differences(
     """The differences in fp64, less a tenth of those `found` in fp32: what is wrong stays as it is, and rounding falls,
     also of a model that computes some of it in fp32 itself."""
     net = copy.deepcopy(net).double()
-    batch = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
+    batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
     planned = train_plan(copy.deepcopy(net), batch, micro_batches, devices, steps)
     detail = f"in fp64; weights are {found['weights_apart']:.1e} apart in fp32, moves {found['moves_apart']:.1e}"
     apart = differences(net, train(copy.deepcopy(net), batch, steps), planned)
@@ -142,13 +145,14 @@ def _instances(model: ModelClass | OtherModel) -> Iterator[tuple[nn.Module, Batc
         except Exception as error:
             yield error
         return
-    for widths in ("small", "kept"):
+    for without, widths in itertools.product(("", "features", "tokens"), ("small", "kept")):
         try:
             net = build(model, widths)
         except Exception as error:
             yield error
         else:
-            yield from (each if isinstance(each, Exception) else (net, each) for each in batches(model, net))
+            found = batches(model, net, without=without)
+            yield from (each if isinstance(each, Exception) else (net, each) for each in found)
 
 
 def build(model: ModelClass, widths: str = "small") -> nn.Module:

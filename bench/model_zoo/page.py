@@ -69,6 +69,12 @@ def _lines(rows: Sequence[Row], listed: int) -> Iterator[str]:
     yield ""
     yield f"The rows are of {len(rows)} classes; the registries list {listed}, of which some have no loss."
     yield ""
+    alone = Counter(row["without"] for row in rows if "without" in row and row["outcome"] != "fails in eager")
+    yield (
+        "Images and sound are handed over in forms that processors make. Where eager takes none of these, a class gets "
+        f"tokens alone ({alone['features']} classes), or images or sound alone ({alone['tokens']})."
+    )
+    yield ""
     share = _share(counts["equal"], trained)
     yield f"{counts['equal']} of the {trained} classes that eager trains are equal ({share})."
     equal, all_families = _families(rows)

@@ -107,6 +107,8 @@ class _Shrink:
             return type(value)(0)
         if isinstance(value, (list, tuple)) and DROPOUT.search(name):
             return type(value)(0.0 for _ in value)
+        if name == "pos_embed_rescale":
+            return None  # by a number that training draws
         if isinstance(value, float):
             return 0.0 if re.search(r"^mask_\w+_prob$|jitter|noise", name) else value
         if self._is_id(name):

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from penstock.bench import zoo
 from penstock.bench.model_zoo import compare as comparing
-from penstock.bench.model_zoo.batches import ROWS, batches
+from penstock.bench.model_zoo.batches import ROWS, batches, left_out
 from penstock.bench.model_zoo.compare import build, compare
 from penstock.bench.model_zoo.others import OtherModel, other_models
 from penstock.bench.model_zoo.page import write_page
@@ -63,6 +63,16 @@ def test_a_batch_has_the_tokens_that_its_images_need() -> None:
     found = (batch["input_ids"] == net.config.image_token_id).sum()  # type: ignore[union-attr]
     assert found == sum(len(each) for each in features) > ROWS
     assert (batch["labels"] == -100).sum() == 3  # the padding
+
+
+def test_a_class_whose_images_no_form_fits_gets_tokens_alone() -> None:
+    model = only("LlavaForConditionalGeneration")
+    net = build(model)
+    whole, tokens = (next(batches(model, net, without=kind)) for kind in ("", "features"))
+    assert not isinstance(whole, Exception) and not isinstance(tokens, Exception)
+    assert (left_out(model, whole), left_out(model, tokens)) == ("", "features")
+    assert tokens["input_ids"].shape[1] < whole["input_ids"].shape[1]  # no places of images
+    assert not list(batches(only("LlamaForCausalLM"), net, without="features"))
 
 
 def test_a_class_that_eager_cannot_train_says_why() -> None:
@@ -128,11 +138,12 @@ def test_the_page_counts_outcomes_and_names_the_line_of_a_refusal() -> None:
         {**common, "class": "AForCausalLM", "family": "a", "outcome": "equal"},
         {**common, "class": "AModel", "family": "a", "outcome": "refused", "detail": "this line needs the value",
          "line": "transformers/models/a/modeling_a.py:7: if x.any():"},
-        {**common, "class": "BForCausalLM", "family": "b", "outcome": "equal"},
+        {**common, "class": "BForCausalLM", "family": "b", "outcome": "equal", "without": "features"},
         {**common, "class": "CForCausalLM", "family": "c", "outcome": "fails in eager", "detail": "TypeError: c"},
     ]  # fmt: skip
     page = write_page(rows, 9)
     assert "of 4 classes; the registries list 9" in page
+    assert "tokens alone (1 classes)" in page and "sound alone (0)" in page
     assert "2 of the 3 classes that eager trains are equal (66.7%)" in page
     assert "all of whose classes must be equal: 1 of 2 (50.0%)" in page
     assert "| causal lm | 4 | 2 | 1 | 1 | 0 | 0 |" in page
