@@ -187,6 +187,7 @@ def test_encoder_decoders_are_planned_over_many_devices(run: Run) -> None:
     assert "decoder" in out
 
 
+@pytest.mark.slow
 def test_written_passes(written: Path) -> None:
     names = [path.name for path in sorted((written / "passes").iterdir())]
     assert names[:3] == ["01-drop-masks.txt", "02-chunk-loss.txt", "03-interleave-forwards.txt"]
@@ -310,6 +311,7 @@ def test_debug_shows_where_an_error_came_from() -> None:
         main(["plan", "--model", "gtp2", "--debug"])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_is_missing(run: Run) -> None:
     machine = ["--hardware", "rtx4090x1", "--set", "memory=480MB", "--set", "dram=220MB", "--set", "ssds=0"]
     code, out, err = run("plan", "--model", "gpt2:n_layer=1", *machine, "--sequence", "64", "--precision", "fp16",

@@ -31,7 +31,8 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_but(["gpt2"], ["gpt2", "llama", "bert"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_auto_traces_once(name: str, traces: list[bool]) -> None:
     model, batch = zoo_case(name)
     plan = penstock.compile(

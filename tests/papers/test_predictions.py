@@ -84,6 +84,7 @@ def test_the_summary_counts_each_way_to_be_wrong() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, kept = tmp_path / "page.md", tmp_path / "kept.jsonl"
     main_of = ["predict", "--check", str(table), "--kept", str(kept), "--out", str(out), "--no-auto"]

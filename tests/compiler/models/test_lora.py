@@ -65,12 +65,13 @@ def test_parameters_are_those_of_the_libraries(hide: Hide, name: str, options: d
     assert any(trained for _, _, trained, _ in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision", "options"),
     [
-        pytest.param(LLAMA, "bf16-true", {"adapter": "lora:r=4,rslora", "base": "nf4"}, marks=pytest.mark.slow),
+        (LLAMA, "bf16-true", {"adapter": "lora:r=4,rslora", "base": "nf4"}),
         (GPT2, "bf16-mixed", {"adapter": "lora:r=4,alpha=3"}),
-        pytest.param(LLAMA, "bf16-mixed", {"adapter": "lora:r=4", "base": "int8"}, marks=pytest.mark.slow),
+        (LLAMA, "bf16-mixed", {"adapter": "lora:r=4", "base": "int8"}),
     ],
 )
 def test_plans_are_those_with_the_libraries(hide: Hide, name: str, precision: str, options: dict[str, Any]) -> None:

@@ -216,6 +216,7 @@ def test_tiers_clipping_and_disks_are_told(reservoir: penstock.Job) -> None:
     assert ("while weights are loaded" in text) == (loading > peak)
 
 
+@pytest.mark.slow
 def test_the_curve_of_activations_keeps_its_rows(reservoir: penstock.Job) -> None:
     plan = reservoir.plan.model_copy(update={"notes": {"choose-activations": "the head\n  kept  step\n*  1 B  2 s"}})
     text = explain(plan, reservoir.programs, reservoir.hardware, helps=[])

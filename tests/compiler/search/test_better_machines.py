@@ -91,6 +91,7 @@ def test_the_plan_of_a_better_machine_is_no_slower(widths: tuple[int, ...], bett
     assert step_of(graph, MACHINE.with_(**BETTER[better])) <= step_of(graph, MACHINE) * SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", CASES)
 def test_a_model_of_which_less_is_trained_is_no_slower(widths: tuple[int, ...]) -> None:
     assert step_of(graph_of(widths, 2), MACHINE) <= step_of(graph_of(widths), MACHINE) * SLACK

@@ -42,6 +42,7 @@ def compiler_for(memory: str, num_devices: int = 1, count: int = 4, **options: A
     return CandidateCompiler(graph, machine, Options(micro_batches=count, **options))
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_until_inputs_leave_the_device_the_plan_trains_as_eager() -> None:
     model, batch = zoo_case("gpt2")
     ids = batch["input_ids"]

@@ -64,6 +64,7 @@ def test_several_micro_batches_train_as_the_whole_batch(recwarn: pytest.Warnings
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
 
 
+@pytest.mark.slow
 def test_a_micro_batch_with_the_places_of_another_is_refused() -> None:
     with compile_job(Seeing(), 2) as job:
         job.step(batch_of(OTHER))  # three and one in a micro-batch that has four

@@ -25,7 +25,6 @@ from penstock.tests.integrations.transformers.runs import (
     train_steps,
     vision,
 )
-from penstock.tests.shown_elsewhere import slow_but
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
 
@@ -34,9 +33,10 @@ def accuracy(found):
     return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "rows": len(found.label_ids)}
 
 
-@pytest.mark.parametrize("make", slow_but([llama], [causal, llama, seq2seq]))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [causal, llama, seq2seq])
 @pytest.mark.parametrize(
-    "rows", [2, pytest.param(8, marks=pytest.mark.slow)], ids=["smaller batches", "larger batches"]
+    "rows", [2, 8], ids=["smaller batches", "larger batches"]
 )
 def test_same_losses(make, rows, tmp_path):
     """7 rows, in batches with fewer or more rows than a step has, of which the last is short."""

@@ -96,7 +96,8 @@ def run_pair(kind, folder, has_schedule):
     return trainer
 
 
-@pytest.mark.parametrize("has_schedule", slow_but([True], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("has_schedule", [True, False])
 def test_optimizers_that_are_given(has_schedule, tmp_path):
     require_equal(*(run_pair(kind, tmp_path / kind.__name__, has_schedule) for kind in (PenstockTrainer, Trainer)))
 

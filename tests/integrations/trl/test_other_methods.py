@@ -16,7 +16,6 @@ from trl.experimental.orpo import ORPOTrainer
 from penstock.errors import PlanError
 from penstock.integrations import trl as ours
 from penstock.tests.integrations.trl.case import TOLERANCE, chats, llama, preferences, require_equal, run_of, tell_of
-from penstock.tests.shown_elsewhere import slow_but
 
 WHOLE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 REWARDS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
@@ -64,7 +63,8 @@ def compare(folder, kinds, rows, more, *logged, **changes):
 REWARDED = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 
 
-@pytest.mark.parametrize("rows", slow_but([margins], [margins, preferences]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [margins, preferences])
 def test_rewards(rows, tmp_path):
     kinds = (ours.PenstockRewardTrainer, RewardTrainer)
     compare(tmp_path, kinds, rows, {"model": scorer}, *REWARDED, center_rewards_coefficient=0.02)
