@@ -6,6 +6,7 @@
 #   TORCH_GPU    no: without the 5 GB of libraries that PyTorch's builds for CUDA require, for CPUs alone    yes
 #   PIP_ARGS     further arguments of every pip install                  none
 #   EXAMPLES     times the examples of property-based tests in slow      5
+#   PART         of slow: 3/10 runs the third of ten parts               1/1
 #   SEED         of these examples, and of mutants                       the time
 #   PYPI         where gpu-emulated finds PyTorch for CUDA                https://pypi.org/simple
 #   SEEDS        of gpu-emulated, which runs once per seed               1 2 3
@@ -19,6 +20,7 @@ TORCH_INDEX ?=
 TORCH_GPU ?= yes
 PIP_ARGS ?=
 EXAMPLES ?= 5
+PART ?= 1/1
 SEED ?= $(shell date +%s)
 PYPI ?= https://pypi.org/simple
 SEEDS ?= 1 2 3
@@ -44,7 +46,7 @@ help:
 	@echo "make test    the fast tests"
 	@echo "make browser the tests of pages, in a headless Chromium; make screenshots also takes the pictures of the documents"
 	@echo "make charts  build the report's charts anew from the npm registry"
-	@echo "make slow    the slow tests, and the property-based ones with random examples"
+	@echo "make slow    the slow tests, and the property-based ones with random examples, in hours; make slow PART=1/10 a tenth"
 	@echo "make versions the fast tests with each PyTorch and Python of MATRIX: $(MATRIX)"
 	@echo "make mutants the tests of 60 random mutants of the code: which of them nobody notices"
 	@echo "make gpu     the tests and the benchmark that need a CUDA GPU"
@@ -107,7 +109,7 @@ charts:
 	cp build/charts/charts.js $(CHARTS)/charts.js
 
 slow: install
-	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile random --hypothesis-seed $(SEED) --examples $(EXAMPLES)
+	$(BIN)/pytest --part $(PART) -m 'slow or hypothesis' --hypothesis-profile random --hypothesis-seed $(SEED) --examples $(EXAMPLES)
 
 # Each of them, also after one that fails: its closing line here, the rest in out/.
 versions: $(VERSIONS:%=%/penstock)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -29,13 +30,29 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="K/N", help="the K-th of N parts of the tests, drawn by name")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mine, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (mine if is_in_part(item.nodeid, config.getoption("part")) else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = mine
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def is_in_part(test: str, part: str) -> bool:
+    """Whether a test, by its name, is in a part such as "3/10", the third of ten."""
+    number, count = map(int, part.split("/"))
+    return crc32(test.encode()) % count == number % count
 
 
 def share_of(file: str) -> str:
