@@ -1,4 +1,4 @@
-"""How processes share the tests, and parts of them."""
+"""Processes share the tests, of which each is in one part."""
 
 from __future__ import annotations
 

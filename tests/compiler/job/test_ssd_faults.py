@@ -50,7 +50,9 @@ def engine_of(job: Job) -> Engine:
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    """All but the fork server, which waits for the next job."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in found if "penstock.runtime.forks" not in p.cmdline() or p.ppid() != os.getpid()]
 
 
 def wait_for_no_children() -> bool:

@@ -97,7 +97,7 @@ def trial_of(func: Any, args: Any, kwargs: Any, out: Any, places: dict[int, int]
 
 def is_filled(value: Tensor, mask: Tensor, source: Tensor) -> bool:
     """Whether a mask has a place for each element: programs of several micro-batches check it."""
-    return int(mask.expand_as(value).sum()) == source.numel()
+    return int(torch.broadcast_tensors(value, mask)[1].sum()) == source.numel()
 
 
 def is_close(first: Tensor, second: Tensor) -> bool:

@@ -24,8 +24,9 @@ from penstock.tests.graph.operators.samples import Rows, recorded_calls
 SAMPLES = 4  # of each function
 CALLS = 24  # of each operator
 # Images are followed along the batch, not along their own lines; DTensor gathers what it concatenates along shards, and
-# takes a sum or product so far along dimension -1 for one along another dimension.
-UNCOMPARED = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "cat", "cumsum", "cumprod")
+# takes a sum or product so far along dimension -1 for one along another dimension. A list that becomes a tensor has no
+# rows of the batch.
+UNCOMPARED = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "cat", "cumsum", "cumprod", "lift_fresh")
 # `_fused_rms_norm` is decomposed where torch is built for CPUs, `cholesky` from torch 2.15 on.
 SOMETIMES = ("_fused_rms_norm", "cholesky")
 COMPARED = 120  # operators, at least
