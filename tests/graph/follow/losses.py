@@ -146,7 +146,7 @@ MEANS: dict[str, Loss] = {
     "of both views": _double,
     "pairs": _pairs,
     "row first": _row_first,
-    "margins of labels": lambda model, h, y: F.multilabel_margin_loss(h, F.pad(y[:, None], (0, FEATURES - 1), value=-1)),
+    "margins of y": lambda model, h, y: F.multilabel_margin_loss(h, F.pad(y[:, None], (0, FEATURES - 1), value=-1)),
     "triplets in a row": lambda model, h, y: F.triplet_margin_loss(h, h.sin(), h.cos()),
     "focal": _focal,
     "dice of rows": _dice_of_rows,
