@@ -119,7 +119,8 @@ CALL_OF_MODULES = (torch.nn.Module, "_call_impl")  # of `__call__`, Python would
 BATCHED = (functorch_apis, "vmap_impl")  # what a call of torch.vmap(function) comes to
 CHECKED = (torch, "_check_tensor_all_with")  # what torch._check_tensor_all comes to
 CONVERTED = (torch.nn.Module, "_apply")  # what `module.to`, `module.half` and the like come to
-CHECKPOINTED = (checkpoint, "_checkpoint_without_reentrant_generator")  # what torch.utils.checkpoint comes to
+# What torch.utils.checkpoint comes to: in 2.13 the first of these, in 2.15 the longer name.
+CHECKPOINTED = (checkpoint, max(n for n in vars(checkpoint) if n.startswith("_checkpoint_without_reentrant_generator")))
 FOREACH_DEVICES = (optimizer_module, "_get_foreach_kernels_supported_devices")  # of optimizers without loops
 FOREACH_TYPES = (optimizer_module, "_foreach_supported_types")  # of their parameters
 

@@ -7,6 +7,7 @@ paths) and a patched `Function.apply` (custom autograd).
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -237,13 +238,11 @@ class Recorder(GraphWriter):
         self._other_call(assert_async, self._other_call(torch.Tensor.reshape, holds, ()), text)
         return answer
 
-    def on_checkpoint(
-        self, checkpointed: Callable[..., Any], function: Callable[..., Any], preserves: bool,
-        contexts: Callable[[], tuple[Any, Any]], *_: Any, **__: Any,
-    ) -> Iterator[None]:  # fmt: skip
-        """Forward asks for recomputation, which passes decide, not the model: autograd saves what it saves without."""
+    def on_checkpoint(self, checkpointed: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Forward asks for recomputation, which passes decide, not the model: autograd saves as in any other part."""
         self.has_checkpoints = True
-        with contexts()[0]:
+        forward_context, _ = inspect.signature(checkpointed).bind(*args, **kwargs).arguments["context_fn"]()
+        with forward_context:
             yield
 
     def on_list(self, own: Callable[..., Any], tensor: torch.Tensor) -> Any:
