@@ -34,6 +34,7 @@ from ..job.counts import BatchCounts, part_of
 from ..loss import capture
 from ..packing.varying_inputs import Unread
 from ..request import Request
+from ..stale import hide_marks
 from .borders import require_closed_borders
 from .check import LIMITS, LOW_LIMITS
 from .eager import Seeded
@@ -76,7 +77,8 @@ def compare_first_rows(request: Request, graphs: Graphs, count: int, step_flops:
         counts = [n for n in (count, rows) if rows % n == 0 and 2 * step_flops / n <= MOST_FLOPS]
         if not counts:
             raise _NotCompared(f"a row takes more than {MOST_FLOPS / 2:.0e} FLOPs, forward and backward")
-        with _one_thread() if 2 * step_flops / counts[0] <= FEW_FLOPS else nullcontext():
+        few = 2 * step_flops / counts[0] <= FEW_FLOPS
+        with hide_marks(request.model), _one_thread() if few else nullcontext():
             return _Comparison(request, graphs, batch, counts[0], rows // counts[0]).run()
     except _NotCompared as reason:
         return f"the op graph was not compared with the model in eager: {reason}"

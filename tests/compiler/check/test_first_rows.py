@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.check import first_rows
-from penstock.ir.errors import CaptureError
+from penstock.compiler.stale import mark
+from penstock.ir.errors import CaptureError, StaleModelWarning
 from penstock.runtime.torch_names import FakeTensor
 from penstock.tests.compiler.reasons import reasons_of
 
@@ -64,6 +65,15 @@ def test_a_model_that_is_traced_as_it_is_passes_and_is_left_alone(precision: str
     assert {n: set(vars(m)) for n, m in model.named_modules()} == attributes
     assert all(p.grad is None and p.is_leaf for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_whose_job_has_newer_weights_is_compared_in_silence() -> None:
+    model = Net()
+    unsynced = mark(model)
+    assert comparison_of(model, batch_of()) == EQUAL.format("2 rows")
+    assert not unsynced.told
+    with pytest.warns(StaleModelWarning):
+        model(**batch_of())
 
 
 def add_in_trace(net: Net, x: Tensor, traced: bool) -> Tensor:
