@@ -108,7 +108,7 @@ def _loss_of_classes(call: RowCall) -> RowState:
     if rows and isinstance(target, Free) and differs(target, 0, rows[0].inner, call.rows):
         call.watcher.note(Kind.ROW_NUMBER)
     if call["reduction"] != 0:
-        weights = [call.state("weight")] if "weight" in call.given else []  # of several classes a row there are none
+        weights = [call.state("weight")] if "weight" in call.given else []  # margins of several labels have none
         return total_of(call, [state, target, *weights], call["reduction"])
     return ByRow(dim=next(iter(dims))[0], inner=rows[0].inner, order=rows[0].order) if rows else Free()
 

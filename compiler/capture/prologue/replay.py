@@ -53,9 +53,10 @@ class PrologueReplay(Replay):
         before, touched = self.position, self.touched
         if run is None or call.kind == "call_module" or is_random(call, *operands) or not self._knows_all(operands):
             result = super().perform(call, args, kwargs, run, real_args, real_kwargs)
-            written = self.recorded.steps[before : self.position][-1:]
-            for tensor in [each for node, each, _ in touched for step in written if node in step.meta["mutates"]]:
-                self.values.forget(tensor)
+            written = self.recorded.steps[self.position - 1].meta["mutates"] if self.position > before else ()
+            for node, tensor, _ in touched:
+                if node in written:
+                    self.values.forget(tensor)
             return result
         if self._is_free(run, args, kwargs, operands):
             self.touched = []

@@ -126,7 +126,8 @@ class KnownValues:
         all operands are known, and are forgotten elsewhere."""
         with unset_fake_temporarily(), torch.no_grad():
             for value in [self._of[id(target)] for target in targets if id(target) in self._of]:
-                self._before.setdefault(id(value), (value, value.clone()))
+                if id(value) not in self._before:
+                    self._before[id(value)] = value, value.clone()
             is_known = self._run(run, args, kwargs, lambda t: t) is not UNKNOWN
         for target in targets:
             shared = self._fakes.get(_storage(target), [])
