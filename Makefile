@@ -51,7 +51,7 @@ help:
 	@echo "make mutants the tests of 60 random mutants of the code: which of them nobody notices"
 	@echo "make gpu     the tests and the benchmark that need a CUDA GPU"
 	@echo "make gpu-emulated       the tests that need a GPU, on emulated ones (tests/fakecuda), and"
-	@echo "make gpu-emulated-core  the most telling of them, in two minutes"
+	@echo "make gpu-emulated-core  the most telling of them, in three minutes"
 	@echo "make emulator            builds what these two need, beside \`make install\`"
 	@echo "make bench   the benchmarks that run on a CPU"
 	@echo "make zoo-others         models of diffusers, timm, PyTorch Geometric and torch.nn, in half an hour"
