@@ -60,7 +60,7 @@ def test_ci_runs_every_console_command_word_for_word() -> None:
     assert not missing, f"README.md shows commands that .ci/run does not execute: {missing}"
 
 
-MORE = ("make lint docs", "make -j2 browser gpu-emulated-core")
+MORE = ("make gpu-emulated-core", "make lint docs", "make browser")
 
 
 @pytest.mark.parametrize("failing", [*console_commands(README), *MORE, ""])

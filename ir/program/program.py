@@ -229,7 +229,10 @@ def takes_turns(program: Program) -> bool:
 
 def donated_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory the op takes over: they are dead after it and need no `free`."""
-    op, found = op_of(node), list[fx.Node]()
+    op = op_of(node)
+    if not op.donates:
+        return []
+    found: list[fx.Node] = []
     for name in op.donates:
         given = op.operand(name, node.args, node.kwargs)
         each = given if isinstance(given, list | tuple) else (given,)

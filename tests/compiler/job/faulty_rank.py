@@ -57,7 +57,7 @@ def loss_of(output: Tensor, batch: object) -> Tensor:
 
 def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
     if fault == "versions":
-        torch.__version__ = "2.12.0"  # type: ignore[assignment]
+        torch.__version__ = "2.13.9"  # type: ignore[assignment]
         platform.python_version = lambda: "3.10.1"
     torch.manual_seed(0)
     world = int(os.environ["WORLD_SIZE"])
