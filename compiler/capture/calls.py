@@ -41,6 +41,10 @@ _REFUSED = {
     "register_hook": "registers a tensor hook, which a captured program would not call",
     "register_post_accumulate_grad_hook": "registers a gradient hook, which a captured program would not call",
 }
+_REFUSED |= dict.fromkeys(
+    ("resize_", "resize_as_", "set_"),
+    "gives a tensor other memory: make a new tensor (x[:n], x.reshape(...), torch.cat)",
+)
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward)
 _OWN_DERIVATIVE = (
     ", for which the graph of the whole model would have to be there: write the derivative as tensor operations, or "

@@ -83,6 +83,10 @@ SEEDS = {  # functions that set the state of a generator of the process
 }
 _OF_VALUES = (torch.tensor, torch.as_tensor)  # read the tensors of a list
 _MOVES = (torch.Tensor.cpu, torch.Tensor.cuda)
+_VIEWS = {  # methods that make a tensor a view of itself, and those that give the view
+    getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
+    for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
+}
 _EFFECTS = (set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -288,6 +292,8 @@ class Recorder(GraphWriter):
             self.gradients.require_unused(tree_leaves((args, kwargs)))
         if call.kind == "refuse":
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
+        if func in _VIEWS:
+            return self._view_in_place(func, args, kwargs)
         dense = self.coordinates.perform(func, args, kwargs, self._other_call)
         if dense is not NO_COORDINATES:
             return dense
@@ -324,6 +330,36 @@ class Recorder(GraphWriter):
         args = (*reversed(args),) if call.reflected else args + call.extra
         run = call.target if call.reflected or call.extra else SHAPE_RULES.get(func, func)
         return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
+
+    def _view_in_place(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """A tensor becomes a view of itself. What is recorded is the view; what the tensor was before keeps its shape,
+        of which forward asks again when it is called once more."""
+        tensor: torch.Tensor = args[0]
+        before = self.node_of.get(id(tensor))
+        if before is None or before.op in ("placeholder", "get_attr"):
+            name = self.held.names.get(id(tensor)) if before is None else before.target
+            whose = "a tensor of the model" if name is None else repr(name)
+            raise CaptureError(
+                f"{self.lines.where()}\n  {func.__name__} changes the shape of {whose} in place, and so for the next "
+                f"call, too: take the view instead, as in x = x.{_VIEWS[func].__name__}(...)"
+            )
+        view = self.on_function(_VIEWS[func], args, kwargs)
+        with DisableTorchFunction():
+            self._replace(before.graph, tensor, self._again(tensor))
+            self.run(func, args, kwargs)
+        self.alive += [tensor, view]
+        self.node_of[id(tensor)] = self.node_of[id(view)]
+        self._replace(before.graph, view, tensor)
+        return tensor
+
+    def _replace(self, graph: fx.Graph, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Let the nodes whose value, or one of their values, is a tensor hold another one."""
+        self.values.know_as(new, old)
+        for node in graph.nodes:
+            if any(tensor is old for tensor in value_tensors(node.meta.get("val"))):
+                node.meta["val"] = tree_map_only(torch.Tensor, lambda t: new if t is old else t, node.meta["val"])
+                rows = self.items.get(node, [])
+                rows[:] = [(new if item is old else item, child) for item, child in rows]
 
     def on_plain_call(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An ATen call on plain tensors, below `torch.vmap`."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from ...runtime.torch_names import FakeTensor, TorchDispatchMode, tree_map_only
+from ...runtime.torch_names import FakeTensor, TorchDispatchMode
 from ..opgraph import OpGraph, value_tensors
 from .record import UNKNOWN, Elements, OperatorCall, is_pointwise, no_record, operator_name, record_name
 from .table import operator_of
@@ -55,8 +55,6 @@ def run_again(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype] | None = None
         return None
     with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
         operands = {n: n.meta["val"] for n in node.all_input_nodes}
-        if node.meta["mutates"]:  # views, as a call may change the shape of its operand in place
-            operands = {n: tree_map_only(FakeTensor, Tensor.detach, value) for n, value in operands.items()}
         operands |= {n: operands[n].to(dtype) for n, dtype in (dtypes or {}).items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
         call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target

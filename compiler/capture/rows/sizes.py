@@ -32,7 +32,6 @@ _READ: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _SIZES = ("shape", "size", "numel", "nelement", "stride", "storage_offset", "nbytes")
 _FIXED = ("dim", "ndimension", "ndim", "__len__", "is_contiguous")
-_RESHAPING = ("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_")
 
 
 class OtherTrace(CaptureError):
@@ -174,9 +173,6 @@ class RowTape:
 
     def note(self, node: fx.Node, run: Callable[..., Any], args: Any, kwargs: Any, parents: list[fx.Node]) -> None:
         """Write down a call."""
-        name = getattr(node.target, "__name__", node.target)
-        if name in _RESHAPING:
-            raise OtherTrace(f"{self.line()}\n  {name} changes the shape of a tensor in place")
         if has_slot((args, kwargs)) or any(parent in self.follows for parent in parents):
             self.follows.add(node)
         self.entries.append(Call(node, run, args, kwargs, looks_of(node.meta["val"])))

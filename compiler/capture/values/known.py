@@ -48,6 +48,12 @@ class KnownValues:
             self._fakes.setdefault(_storage(fake), []).append(fake)
             self.of_batch |= {id(fake)} if of_batch else set()
 
+    def know_as(self, fake: torch.Tensor, other: torch.Tensor) -> None:
+        """Know of a tensor what is known of another."""
+        self._of.pop(id(fake), None)
+        if id(other) in self._of:
+            self.know(fake, self._of[id(other)], id(other) in self.of_batch)
+
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the value of a tensor is known: of a fake one, or of one that is in memory and small."""
         if isinstance(tensor, FakeTensor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,3 +113,59 @@ def test_tensors_that_types_make() -> None:
 class Reading(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[torch.LongTensor([x.argmax() // 4])].square().mean()
+
+
+class Viewed(nn.Module):
+    """Tensors that become views of themselves, beside what is asked of their sizes, and written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.arange(1.0, 5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        ones, whole, rows = torch.ones(y.size()), y.view(-1), y.shape[0]
+        for _ in range(2):
+            y.unsqueeze_(0)
+        y.add_(y.dim())[..., 0].mul_(y.size(-1))
+        while y.dim() > 2:
+            y.squeeze_(0)
+        y.t_().mul_(2.0)
+        first, second = y.detach().chunk(2)
+        second.swapaxes_(0, 1)
+        y = (y.transpose_(dim0=0, dim1=1) + ones) * first.size(0) + second.size(0) / rows
+        return (y + whole.mean()).square().mean()
+
+
+def test_a_tensor_becomes_a_view_of_itself() -> None:
+    model, batch = Viewed(), {"x": torch.randn(3, 4)}
+    graph = trace(model, batch)
+    loss, expected = graph.module(*batch.values())["loss"], model(**batch)
+    torch.testing.assert_close(loss, expected)
+    wanted = torch.autograd.grad(expected, [*model.parameters()])
+    torch.testing.assert_close(torch.autograd.grad(loss, [*graph.module.parameters()]), wanted)
+    assert not [node for node in graph.nodes if node.target in ("unsqueeze_", "squeeze_", "t_", "transpose_")]
+
+
+class Reshaping(Viewed):
+    def __init__(self, change: Callable[[Reshaping, Tensor], object]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x)
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model, x: x.unsqueeze_(0), r"unsqueeze_ changes the shape of 'x' in place.*x = x\.unsqueeze\("),
+        (lambda model, x: model.scale.unsqueeze_(0), "unsqueeze_ changes the shape of 'scale' in place"),
+        (lambda model, x: model.linear(x).resize_(2, 2), "gives a tensor other memory: make a new tensor"),
+    ],
+)
+def test_shapes_that_the_next_call_would_find_changed(change: Callable[..., object], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        trace(Reshaping(change), {"x": torch.randn(3, 4)})

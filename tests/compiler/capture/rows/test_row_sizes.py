@@ -77,6 +77,16 @@ def write_into(empty: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return empty
 
 
+def view_in_place(x: torch.Tensor) -> torch.Tensor:
+    """The sizes are those of the moment, and a part of a call's results may change its shape, too."""
+    y, rows = x.detach() * 2, x.shape[0]
+    ones, width = torch.zeros(y.size()), y.size(1)
+    y.unsqueeze_(1).add_(width)
+    more, part = torch.ones(y.size()), y.chunk(2, -1)[0]
+    part.transpose_(0, 2)
+    return x + y.squeeze_(1) + ones + more.squeeze_(1) + part.size(2) / rows
+
+
 FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view": lambda x: x.view(x.shape[0], 2, -1),
     "all of the shape": lambda x: torch.zeros(x.shape) + torch.ones(*x.size()),
@@ -91,6 +101,7 @@ FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole or not": lambda x: x + x.shape[0] * 1 + torch.full((x.shape[0] * 2 // 2, 6), x.shape[0] * 1.0),
     "pad": lambda x: nn.functional.pad(x, (0, 0, 0, 8 - x.shape[0])),
     "in place": lambda x: x.clone().add_(x.shape[0]).mul_(torch.ones(x.shape[0], 1)),
+    "view in place": view_in_place,
     "written into": lambda x: write_into(x.new_empty(*x.shape[:-1], 9), x),
     "stride": lambda x: x.as_strided((x.shape[0], 3), (x.stride(0), 2)),
 }
