@@ -112,13 +112,12 @@ class Imports:
         name = str(thing.__name__)
         if self.homes.get(name) is thing:
             return name
-        try:
-            source = textwrap.dedent(inspect.getsource(thing))
-        except (OSError, TypeError) as error:
+        source = _source_of(thing)
+        if source is None:
             raise CaptureError(
                 f"{thing.__module__}.{thing.__qualname__} can be neither imported nor read as source, so no generated "
                 "file can use it: move it into a module of its own beside your script and import it from there"
-            ) from error
+            )
         if self._free(name, thing) != name:
             raise CaptureError(f"two different classes are called {name}; rename one of them")
         self._copy_globals(thing, source)
@@ -163,6 +162,18 @@ class Imports:
 def trust_in(files: Iterable[Imports]) -> Trust:
     """Trust in the user's own code in all of these files."""
     return functools.reduce(Trust.union, (imports.trust() for imports in files), Trust())
+
+
+def _source_of(thing: Any) -> str | None:
+    """The definition of a class or function; None where there is none. Python may give other lines of the file, as it
+    does from 3.13 on for a class that `exec` made."""
+    try:
+        source = textwrap.dedent(inspect.getsource(thing))
+        first = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    is_its = isinstance(first, ast.ClassDef | ast.FunctionDef) and first.name == thing.__name__
+    return source if is_its else None
 
 
 @functools.cache
