@@ -113,6 +113,7 @@ WORDS = {
     Kind.COUNT: "the loss divides by {operator} of a micro-batch alone",
     Kind.UNEVEN: "{operator} joins a sum over the rows with a value that is none",
     Kind.ROW_NUMBER: "{operator} depends on the number of a row in its micro-batch",
+    Kind.GRADIENT: "the backward of {operator} takes rows together, or does not add up over them",
     Kind.BUFFER: "forward updates the buffer {operator}, once for each micro-batch",
     Kind.ROW_COUNT: "the loss depends on how many rows there are, other than as a sum or a mean does",
     Kind.UNKNOWN: "{operator} may mix rows: what it does to them is not known",

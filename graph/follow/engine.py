@@ -10,9 +10,10 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,20 @@ from ..operators.record import (
     plain,
     record_name,
 )
-from ..operators.states import ANY_STEP, ONE, ByRow, Free, Kind, Mixed, OneRow, RowState, Scale, differs, whole
+from ..operators.states import (
+    ANY_STEP,
+    ONE,
+    ByRow,
+    Free,
+    Kind,
+    Mixed,
+    OneRow,
+    RowState,
+    Scale,
+    differs,
+    gradient_state,
+    whole,
+)
 from ..operators.table import operator_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 from .constants import ConstantValues, attention_mask, is_same_in_rows
@@ -174,7 +188,7 @@ class Follower(TorchDispatchMode):
         self.numbers: dict[fx.Node, Sequence[float]] = {}
         self.by_rows: set[fx.Node] = set()
         self.now: tuple[list[Met], list[float]] = ([], [])
-        self.own_powers: Sequence[float | None] | None = None
+        self.own_power: Callable[[int], float | None] | None = None
         self.counted = {divisor.input: divisor.spread for divisor in graph.loss.rules.divisors}
         self.orders = itertools.count()
         self.fakes: dict[int, torch.Tensor] = {}
@@ -194,9 +208,9 @@ class Follower(TorchDispatchMode):
     def scale(self, number: float) -> Scale:
         numbers = self.now[1]
         numbers.append(float(number))
-        if self.own_powers is None:
+        if self.own_power is None:
             return Scale(unsure=abs(number) != 1 or self.rows == 1)
-        power = self.own_powers[len(numbers) - 1] if len(numbers) <= len(self.own_powers) else None
+        power = self.own_power(len(numbers) - 1)
         if power is None or power != int(power):
             return Scale(unsure=True)
         return Scale(int(power))
@@ -206,7 +220,8 @@ class Follower(TorchDispatchMode):
     def node(self, node: fx.Node) -> None:
         """Find the states of a node's tensors."""
         tensors = list(value_tensors(node.meta["val"]))
-        self.now, self.own_powers = ([], []), None if self.powers is None else self.powers.get(node, ())
+        self.now = ([], [])
+        self.own_power = None if self.powers is None else partial(_power_at, self.powers.get(node, ()))
         if node.op == "placeholder":
             effect = Effect(tuple(self.entering(str(node.target), t) for t in tensors), (), ())
         elif node.op == "get_attr" or is_mode_switch(node):
@@ -273,7 +288,7 @@ class Follower(TorchDispatchMode):
         return ByRow(dim=0, inner=inner, step=ANY_STEP if name in self.graph.places else 0)
 
     def _call_effect(self, node: fx.Node, tensors: list[torch.Tensor]) -> Effect:
-        key = None if node.meta["mutates"] or self.own_powers is not None else self._key(node)
+        key = None if node.meta["mutates"] or self.own_power is not None else self._key(node)
         if key is not None and key in self.known:
             return self.known[key]
         before = next(self.orders)
@@ -329,6 +344,8 @@ class Follower(TorchDispatchMode):
         try:
             with mode or nullcontext(), _Unsmoothed(), self:
                 out = call_node(self.graph, node, args, kwargs, self._fake)
+                if has_own_backward(node) and not self.now[0]:
+                    self._follow_backward(node, args)
         except Exception as error:  # a call that works only while it is traced
             self.operator = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             self.note(Kind.UNKNOWN)
@@ -337,7 +354,53 @@ class Follower(TorchDispatchMode):
         if len(made) != len(tensors):
             self.note(Kind.UNKNOWN)
             return (Mixed(),) * len(tensors)
+        if any(kind in (Kind.GRADIENT, Kind.NO_RECORD) for kind, _ in self.now[0]):
+            return (Mixed(),) * len(tensors)  # also of a constant, such as a weight
         return tuple(self.state(tensor) for tensor in made)
+
+    def _follow_backward(self, node: fx.Node, args: Sequence[Any]) -> None:
+        """Note whether rows meet in the backward of an autograd function, which is whatever its class says."""
+        own_power, (_, numbers) = self.own_power, self.now
+        self.own_power = own_power or (lambda place: 0.0)  # a trace with other numbers of rows shows those that grow
+        try:
+            with torch.enable_grad():
+                operands = [self._with_gradient(arg) for arg in args]
+                trained = [t for t, arg in zip(operands, args) if t is not arg]
+                given = [t.clone() if t is not arg else t for t, arg in zip(operands, args)]  # which it may write into
+                made = [t for t in value_tensors(node.target(*given)) if t.requires_grad]  # type: ignore[operator]
+                gradients = [torch.empty_like(tensor) for tensor in made]
+            self.alive += [*trained, *gradients]
+            for tensor, gradient in zip(made, gradients):
+                self.states[id(gradient)] = gradient_state(self.state(tensor))
+            self.now = ([], numbers)
+            found = torch.autograd.grad(made, trained, gradients, allow_unused=True) if made else ()
+            is_derived = all(map(self._is_gradient, found, trained))
+        finally:
+            self.own_power, (met, _) = own_power, self.now
+            unknown = [each for each in met if each[0] is Kind.NO_RECORD]
+            self.now = (unknown, numbers)
+        if not unknown and (met or not is_derived):
+            self.note(Kind.GRADIENT)
+
+    def _with_gradient(self, arg: Any) -> Any:
+        """The same fake tensor with the same state as a leaf of autograd, where its gradient is asked for."""
+        if not isinstance(arg, torch.Tensor) or not arg.requires_grad:
+            return arg
+        leaf = arg.detach()
+        self.states[id(leaf)] = self.state(arg)
+        return leaf.requires_grad_()
+
+    def _is_gradient(self, gradient: torch.Tensor | None, operand: torch.Tensor) -> bool:
+        """Whether a gradient has the state of that of an operand."""
+        state = Free(is_zero=True) if gradient is None else self.state(gradient)
+        wanted = gradient_state(self.state(operand))
+        is_scaled = state.scale.unsure or wanted.scale.unsure or state.scale == wanted.scale
+        if isinstance(state, Free) and not isinstance(wanted, Free):
+            is_alike = isinstance(wanted, ByRow) and not differs(state, wanted.dim, wanted.inner, self.rows)
+            return state.is_zero or (is_alike and is_scaled)
+        if isinstance(state, ByRow):
+            state = replace(state, step=0)
+        return is_scaled and (isinstance(state, Free) or replace(state, scale=wanted.scale) == wanted)
 
     def _fake_tensors(self, node: fx.Node) -> list[Any]:
         values = [node.meta["val"], *(n.meta["val"] for n in node.all_input_nodes)]
@@ -454,7 +517,7 @@ class Follower(TorchDispatchMode):
         is_lost = any(isinstance(state, ByRow | OneRow) and state.scale not in before for state in states)
         is_read = set(counted) != {ONE} and all(state.scale == ONE for state in states)
         several = rule not in _BY_SCALE and len({scale for t, scale in given if t.is_floating_point()}) > 1
-        if self.own_powers is not None and ((counted and is_read) or (before and is_lost) or several):
+        if self.own_power is not None and ((counted and is_read) or (before and is_lost) or several):
             self.note(Kind.ROW_COUNT)
 
     def _effect_of(self, call: RowCall) -> RowState | list[RowState]:
@@ -525,6 +588,16 @@ def powers_of(first: Trail, rows: int, second: Trail, other_rows: int) -> Powers
         return {node: [power_of(a, b, ratio) for a, b in zip(row, other)] for (node, row), other in pairs}
     is_same = {*itertools.chain(*first.numbers.values())} == {*itertools.chain(*theirs)}
     return {node: [0.0 if is_same else None] * len(row) for node, row in first.numbers.items()}
+
+
+def has_own_backward(node: fx.Node) -> bool:
+    """Whether a node calls an autograd function, whose backward is whatever its class says."""
+    kind = getattr(node.target, "__self__", None)
+    return isinstance(kind, type) and issubclass(kind, torch.autograd.Function) and not node.meta["no_grad"]
+
+
+def _power_at(powers: Sequence[float | None], place: int) -> float | None:
+    return powers[place] if place < len(powers) else None
 
 
 def power_of(first: float, second: float, ratio: float) -> float | None:

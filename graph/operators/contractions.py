@@ -159,6 +159,8 @@ def convolution(call: RowCall) -> RowState:
 def embedding(call: RowCall) -> RowState:
     """Rows of a table by their numbers."""
     table, numbers = call.state("weight"), call.state("indices")
+    if call["scale_grad_by_freq"]:
+        return call.mix(Kind.GRADIENT)
     mixed = nonlinear(call, numbers)
     if mixed is not None or isinstance(table, Mixed):
         return mixed or Mixed()
@@ -179,6 +181,8 @@ def embedding_bag(call: RowCall) -> RowState:
     if all(isinstance(state, Free) for state in states):
         return Free(varies=whole({0, 1}))
     offsets, numbers = call.state("offsets"), call.state("indices")
+    if call["scale_grad_by_freq"]:
+        return call.mix(Kind.GRADIENT)
     if isinstance(offsets, Free) and isinstance(numbers, ByRow) and offsets.counts == (0, numbers.inner):
         return ByRow(dim=0)
     return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)

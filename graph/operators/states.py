@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Stretch = tuple[
     int, int, int
@@ -97,6 +97,19 @@ class Mixed(RowState):
     """Elements depend on several rows in some other way."""
 
 
+def gradient_state(state: RowState) -> RowState:
+    """The state of the gradient of a value. Backward of a micro-batch begins with its share of the mean over the whole
+    batch, which grows with its rows: a row has the gradient that it has in the whole batch."""
+    scale = Scale(power=1).divide_by(state.scale)
+    if isinstance(state, Free):
+        return OverRows(scale=scale)
+    if isinstance(state, OverRows):
+        return Free(scale=scale)
+    if isinstance(state, ByRow):
+        return replace(state, scale=ONE.divide_by(state.scale), step=0)
+    return replace(state, scale=ONE.divide_by(state.scale)) if isinstance(state, OneRow) else Mixed()
+
+
 class Kind(enum.Enum):
     """In what way rows meet; `graph/follow/coupling.py` has the words for each."""
 
@@ -110,6 +123,7 @@ class Kind(enum.Enum):
     COUNT = "count"  # a mean over what a micro-batch alone counts
     UNEVEN = "uneven"  # a sum over rows added to what is none
     ROW_NUMBER = "row-number"
+    GRADIENT = "gradient"  # in backward alone
     BUFFER = "buffer"  # a buffer that each micro-batch updates
     ROW_COUNT = "row-count"
     NO_RECORD = "no-record"  # an operator of which nothing is known

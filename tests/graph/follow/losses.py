@@ -60,6 +60,70 @@ def _focal(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     return ((1 - torch.exp(-each)) ** 2 * each).mean()
 
 
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative": torch.neg,
+    "bounded": lambda g: g.clamp(-1e-3, 1e-3),
+    "each by its norm": lambda g: g / g.norm(dim=1, keepdim=True),
+    "by the norm of all": lambda g: g / g.norm(),
+    "of other rows": lambda g: g.flip(0),
+    "times rows": lambda g: g * len(g),
+}
+
+
+class Changed(torch.autograd.Function):
+    """A copy whose gradient is changed in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: str) -> Tensor:
+        ctx.change = CHANGES[change]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.change(gradient), None
+
+
+class FusedLoss(torch.autograd.Function):
+    """A cross entropy that makes the gradient of its logits in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward((x.softmax(-1) - F.one_hot(y, x.shape[1])) / len(x))
+        return F.cross_entropy(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.saved_tensors[0] * gradient, None
+
+
+class OwnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+def _gradient(change: str) -> Loss:
+    return lambda model, h, y: F.cross_entropy(Changed.apply(h, change), y)
+
+
+def _gradient_of_weight(change: str) -> Loss:
+    return lambda model, h, y: F.cross_entropy(h @ Changed.apply(model.layer.weight, change), y)
+
+
+def _looked_up(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(h + F.embedding(y % 3, model.layer.weight, scale_grad_by_freq=True), y)
+
+
+def _bags(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(h + F.embedding_bag(y[:, None] % 3, model.layer.weight, scale_grad_by_freq=True), y)
+
+
 def _dice_of_rows(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     p, t = h.sigmoid(), (h.detach() > 0).float()
     return (1 - 2 * (p * t).sum(1) / (p.sum(1) + t.sum(1) + 1)).mean()
@@ -140,6 +204,11 @@ MEANS: dict[str, Loss] = {
     ).sum(),
     "batchmean": lambda model, h, y: F.kl_div(h.log_softmax(-1), h.detach().softmax(0 + 1), reduction="batchmean"),
     "picked": _picked,
+    "gradient of each row by its norm": _gradient("each by its norm"),
+    "gradient of each row bounded": _gradient("bounded"),
+    "gradient that forward makes": lambda model, h, y: FusedLoss.apply(h, y),
+    "gradient of a weight": lambda model, h, y: F.cross_entropy(OwnLinear.apply(h, model.layer.weight), y),
+    "negative gradient of a weight": _gradient_of_weight("negative"),
     "written by a mask": _written_by_mask,
     "stacked terms": lambda model, h, y: torch.stack([h.square().mean(), (2.5 * h).mean()]).mean(),
     "gathered": lambda model, h, y: -h.log_softmax(-1).gather(1, y[:, None]).mean(),
@@ -219,6 +288,12 @@ def _rows_in_a_list(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
 
 
 COUPLED: dict[str, Loss] = {
+    "gradient by the norm of all": _gradient("by the norm of all"),
+    "gradients of other rows": _gradient("of other rows"),
+    "gradient times rows": _gradient("times rows"),
+    "gradient of a weight bounded": _gradient_of_weight("bounded"),
+    "gradient by how often a row of a table is read": _looked_up,
+    "gradient by how often bags read it": _bags,
     "shares in a loss": lambda model, h, y: F.mse_loss(h / len(h), h.detach().sin()),
     "losses of classes times rows": lambda model, h, y: F.nll_loss(h.log_softmax(-1) * len(h), y),
     "a layer of what is times rows": lambda model, h, y: (model.layer(h * len(h)) / len(h)).square().mean(),

@@ -81,6 +81,8 @@ def test_rows_that_meet(name: str, count: int) -> None:
         ("sum and decay", Kind.UNEVEN),
         ("number of a row", Kind.ROW_NUMBER),
         ("batch norm", Kind.BATCH_NORM),
+        ("gradient by the norm of all", Kind.GRADIENT),
+        ("gradient by how often a row of a table is read", Kind.GRADIENT),
     ],
 )
 def test_how_rows_meet(name: str, kind: Kind) -> None:
@@ -313,19 +315,20 @@ class Chain(nn.Module):
 
 
 def agrees(model: nn.Module, batch: dict[str, Any], power: int, parts: int = 2) -> bool:
-    """Whether the losses of parts of a batch average to that of the whole, times parts ** power; gradients too."""
+    """Whether the losses of parts of a batch average to that of the whole, times parts ** power; gradients too, where
+    each backward begins with the share of a part, as in programs."""
 
-    def run(some: dict[str, Any]) -> list[Tensor]:
+    def run(some: dict[str, Any], share: float = 1.0) -> list[Tensor]:
         copied = copy.deepcopy(model).double()
         some = {k: v.double() if v.is_floating_point() else v for k, v in some.items()}
-        loss = loss_of(copied, some)
+        loss = loss_of(copied, some) * share
         loss.backward()
         return [loss.detach(), *(p.grad for p in copied.parameters() if p.grad is not None)]
 
     whole = run(batch)
     cut = {name: value.chunk(parts) for name, value in batch.items()}
-    split = [run({name: pieces[i] for name, pieces in cut.items()}) for i in range(parts)]
-    together = [torch.stack(found).mean(0) * parts**power for found in zip(*split, strict=True)]
+    split = [run({name: pieces[i] for name, pieces in cut.items()}, parts ** (power - 1)) for i in range(parts)]
+    together = [torch.stack(found).sum(0) for found in zip(*split, strict=True)]
     return all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(whole, together, strict=True))
 
 
