@@ -97,6 +97,8 @@ def __getattr__(name: str) -> Any:
 # Functions that models may call; records in `graph/operators` name the operators of ATen.
 assert_async = torch._assert_async  # a check of a tensor's value, on its device
 CHECKS = (assert_async, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+# Conditions of checks, for which fake tensors want values -> the functions that compute the same without.
+CONDITIONS: dict[Any, Any] = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
 foreach_copy_ = torch._foreach_copy_  # many copies in one call
 grouped_mm = torch._grouped_mm  # products of experts, each of its rows
 set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad as a node of a graph

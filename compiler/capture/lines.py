@@ -25,7 +25,8 @@ class SourceLines:
 
     def __init__(self) -> None:
         here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        self.skip = tuple(os.path.join(d, "") for d in (os.path.dirname(torch.__file__), here))
+        self.own = os.path.join(here, "")
+        self.skip = (os.path.join(os.path.dirname(torch.__file__), ""), self.own)
         self.stdlib = os.path.join(sysconfig.get_paths()["stdlib"], "")
         self.known: dict[CodeType, bool] = {}
         self.lines: dict[tuple[str, int], str] = {}
@@ -64,6 +65,13 @@ class SourceLines:
                 found.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
             traceback = traceback.tb_next
         return self._places(reversed(found))
+
+    def asking(self) -> FrameType | None:
+        """The frame that called what is recorded now, which may be torch's own."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(self.own):
+            frame = frame.f_back
+        return frame
 
     def frames(self, most: int | None = None) -> list[FrameType]:
         """The frames of the model that runs now, in the user's code or a library's, innermost first."""

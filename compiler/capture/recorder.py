@@ -34,6 +34,7 @@ from ...runtime.torch_names import (
     CHECKED,
     CHECKPOINTED,
     CHECKS,
+    CONDITIONS,
     CONVERTED,
     DataDependentOutputException,
     DisableTorchFunction,
@@ -230,7 +231,8 @@ class Recorder(GraphWriter):
         drawn = answer_of_draw(node) if node else None
         if drawn is not None:
             return drawn
-        found = next(map(answer_without_error, self.lines.frames(1)), None)
+        frames = dict.fromkeys((self.lines.asking(), *self.lines.frames(1)))
+        found = next(filter(None, (answer_without_error(frame) for frame in frames if frame is not None)), None)
         if found is None and node and torch.float16 not in (options.autocast, options.param_dtype):  # which overflows
             truth = answer_if_finite(node)
             found = None if truth is None else (truth, "a number that is not finite, for which there is no program,")
@@ -282,6 +284,7 @@ class Recorder(GraphWriter):
         """A torch function, method, operator or property was called."""
         if self.busy:
             return func(*args, **kwargs)
+        func = CONDITIONS.get(func, func)
         call = self._call_of(func, args, kwargs)
         if call.kind == "query":
             return self.answer(call, func, args, kwargs)

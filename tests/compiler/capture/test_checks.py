@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import penstock
 from penstock.compiler.capture.trace import trace
@@ -111,6 +111,27 @@ def test_branches_of_which_one_way_raises_are_checks() -> None:
     with pytest.raises(RuntimeError, match=r"not finite, .* in test_checks\.py:\d+: if not torch\.isfinite"):
         torch.nn.init.constant_(model.layers[0].weight, 3e38)
         graph.module(**batch)
+
+
+class ByDistributions(Checked):
+    """Checks that torch's own code makes, of what a layer gives and of the batch."""
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        mean, spread = self.layers[0](x).chunk(2, dim=1)
+        given = torch.distributions.Normal(mean, spread.exp())
+        flags = torch.distributions.Bernoulli(logits=mean)
+        return -given.log_prob(x[:, :2]).mean() - flags.log_prob((x[:, 2:] > 0).float()).mean()
+
+
+def test_checks_of_distributions_are_checks() -> None:
+    model, batch = ByDistributions(), batch_of()
+    graph = trace(model, batch).module
+    assert fx.Interpreter(graph).run(*batch.values())["loss"] == model(**batch)
+    torch.nn.init.constant_(model.layers[0].weight, 3e38)  # a spread that is infinite
+    with pytest.raises(ValueError, match="constraint"):
+        model(**batch)
+    with pytest.raises(RuntimeError, match=r"ValueError in test_checks\.py:\d+: given = torch\.distributions\.Normal"):
+        fx.Interpreter(graph).run(*batch.values())
 
 
 def catches(x: Tensor, h: Tensor) -> Tensor:
