@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from penstock.ir.errors import CheckpointError, PlanError
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
-from penstock.tests.runtime.optimizer.every_optimizer import EVERY_OPTIMIZER, name_of
+from penstock.tests.runtime.optimizer.every_optimizer import EVERY_OPTIMIZER, HAVE_FUSED, KINDS, name_of
 
 
 def halving(step: int) -> float:
@@ -102,6 +102,30 @@ def test_fused_is_the_default_where_the_class_has_it() -> None:
     assert uses_fused(partial(torch.optim.AdamW, fused=False)) is False
     assert uses_fused(partial(torch.optim.AdamW, foreach=True)) is None
     assert uses_fused(torch.optim.RMSprop) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HAVE_FUSED)
+def test_the_default_form_of_a_step_updates_parameters_of_16_bits(name: str, dtype: torch.dtype) -> None:
+    """From zero, so that rounding is relative to the updates. Each operation of the loop rounds by up to 2^-9 of its
+    result, and two steps have some ten of them; the fused kernels round once a step."""
+
+    def updated(**mode: bool) -> Tensor:
+        param = nn.Parameter(torch.zeros(100, dtype=dtype))
+        optimizer = OptimizerSpec.from_callable(partial(KINDS[name], **mode)).build([param])
+        for step in (1, 2):
+            param.grad = torch.linspace(0.5, 1.5, 100, dtype=dtype) / step
+            optimizer.step()
+        return param.detach()
+
+    assert updated(fused=False, foreach=False).abs().min() > 0
+    torch.testing.assert_close(updated(), updated(fused=False, foreach=False), rtol=10 * 2.0**-9, atol=0)
+
+
+def test_one_parameter_without_right_fused_kernels_keeps_all_from_them() -> None:
+    params = {"a": torch.zeros(100), "b": torch.zeros(100, dtype=torch.bfloat16)}
+    spec = OptimizerSpec.from_callable(torch.optim.SGD)
+    assert not spec.build(params).param_groups[0]["fused"] and spec.build([params["a"]]).param_groups[0]["fused"]
 
 
 def test_state_bytes() -> None:
