@@ -8,6 +8,7 @@ use of a name. Functions call what builds of PyTorch without GPUs or `torch.dist
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -115,6 +116,8 @@ dispatch_keyset_full_after = torch._C._dispatch_keyset_full_after  # the keys be
 include_dispatch_key = torch._C._dispatch_tls_set_dispatch_key_included  # switch a key on, in this thread
 number_of_entries = torch.Tensor._nnz  # of a tensor by coordinates
 storage_of_weak_ptr = torch.UntypedStorage._new_with_weak_ptr  # a storage by what does not keep it
+
+FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # of calls that fail on fake tensors
 
 # Attributes that are replaced for a while: the owner and the attribute's name.
 CALL_OF_MODULES = (torch.nn.Module, "_call_impl")  # of `__call__`, Python would tell each of thousands of subclasses

@@ -55,6 +55,11 @@ class BatchShape:
                 f"example_inputs[{targets!r}] is a list with an entry for each row: a batch is cut into micro-batches "
                 f"along the first dimension of its tensors, and this list is not; micro_batches=1 takes it whole"
             )
+        if sizes and not any(sizes.values()):
+            raise PlanError(
+                f"example_inputs has no rows: {next(iter(sizes))!r} has first dimension 0; pass a batch as large "
+                "as those of training"
+            )
         for name in leaves:
             found = sizes.get(name)
             if not found or found % size:

@@ -36,6 +36,7 @@ from ...runtime.torch_names import (
     CHECKS,
     CONDITIONS,
     CONVERTED,
+    FAKE_LOG,
     DataDependentOutputException,
     DisableTorchFunction,
     DynamicOutputShapeException,
@@ -172,7 +173,7 @@ class Recorder(GraphWriter):
         ]
         # Functions that the model compiled are traced through.
         with (
-            forced_eager(), reference_code() as left_out, replace_functions(*changes), self.fake_mode,
+            forced_eager(), reference_code() as left_out, replace_functions(*changes), self.fake_mode, _quiet(FAKE_LOG),
             constructors(self.on_constructor), EachFunction(self.on_function),
         ):  # fmt: skip
             self.left_out_kernels = left_out
@@ -708,6 +709,16 @@ def _tensor_text(tensor: torch.Tensor) -> str:
 
 def _full_name(value: Any) -> tuple[Any, Any]:
     return getattr(value, "__module__", value), getattr(value, "__qualname__", value)
+
+
+@contextmanager
+def _quiet(log: logging.Logger) -> Iterator[None]:
+    """Leave out what torch logs of a call that fails: its error is told, or another trace does without the call."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _apply_of(kind: type) -> Callable[..., Any]:

@@ -3,6 +3,7 @@ was."""
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from zoo import token_batch, zoo
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError
+from penstock.runtime.torch_names import FAKE_LOG, FakeTensorMode
 from penstock.tests.shown_elsewhere import slow_but
 
 
@@ -411,3 +413,17 @@ def test_a_tensor_that_forward_registers_is_refused(name):
     if name != "linear.weight":
         model(torch.randn(3, 4))  # the way out
         trace(model, torch.randn(3, 4))
+
+
+def test_a_call_that_fails_is_told_by_the_error_alone():
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    FAKE_LOG.addHandler(handler)
+    try:
+        assert "must match" in failure(lambda h: (h + torch.ones(5)).sum()) and not records
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ones(4) + torch.ones(5)
+    finally:
+        FAKE_LOG.removeHandler(handler)
+    assert records  # what is recorded elsewhere

@@ -110,7 +110,7 @@ def test_the_default_form_of_a_step_updates_parameters_of_16_bits(name: str, dty
     """From zero, so that rounding is relative to the updates. Each operation of the loop rounds by up to 2^-9 of its
     result, and two steps have some ten of them; the fused kernels round once a step."""
 
-    def updated(**mode: bool) -> Tensor:
+    def result(**mode: bool) -> Tensor:
         param = nn.Parameter(torch.zeros(100, dtype=dtype))
         optimizer = OptimizerSpec.from_callable(partial(KINDS[name], **mode)).build([param])
         for step in (1, 2):
@@ -118,8 +118,8 @@ def test_the_default_form_of_a_step_updates_parameters_of_16_bits(name: str, dty
             optimizer.step()
         return param.detach()
 
-    assert updated(fused=False, foreach=False).abs().min() > 0
-    torch.testing.assert_close(updated(), updated(fused=False, foreach=False), rtol=10 * 2.0**-9, atol=0)
+    assert result(fused=False, foreach=False).abs().min() > 0
+    torch.testing.assert_close(result(), result(fused=False, foreach=False), rtol=10 * 2.0**-9, atol=0)
 
 
 def test_one_parameter_without_right_fused_kernels_keeps_all_from_them() -> None:

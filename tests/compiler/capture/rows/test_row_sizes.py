@@ -207,6 +207,22 @@ def test_code_that_asks_for_the_type_of_a_size_is_traced_alone(training: bool) -
     assert ", 2)" in product and ", 3)" not in product
 
 
+def test_a_tensor_that_evaluation_alone_makes_wants_another_trace() -> None:
+    """As nn.TransformerEncoder asks there whether its mask is one of padding."""
+
+    class Asks(Body):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layer(x)
+            if not self.training:
+                (h > 0).logical_not()
+            return h.mean()
+
+    found = trace(Asks(torch.sin), {"x": torch.zeros(4, 6)}, any_rows=True)
+    assert found.at_inputs is not None
+    with pytest.raises(OtherTrace, match="something else for other rows"):
+        found.at_inputs({"x": torch.zeros(3, 6)})
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model, batch = zoo()["bert"]()
     before = {id(module): dict(module.__dict__) for module in model.modules()}
