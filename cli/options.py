@@ -479,15 +479,16 @@ def _size(option: str, text: str) -> str:
 
 def with_ssds(hardware: Hardware, text: str) -> Hardware:
     """The machine with other SSDs on each host, "2TB" or "4x2TB", at the rates of those that it has."""
-    from ..ir.machine.overrides import STOCK_SSD
+    from ..ir.machine.overrides import STOCK_SSD, require_count
 
     count, times, size = text.replace("X", "x").replace("*", "x").rpartition("x")
-    if (times and not count.strip().isdigit()) or size.strip() == "":
+    if (times and not count.strip().isdecimal()) or size.strip() == "":
         raise PlanError(f"--ssd {text!r}: allowed are a size, such as 2TB, a number and a size, such as 4x2TB, and 0")
     if text.strip() == "0":
         return hardware.with_(ssds=0)
     like = hardware.hosts[0].ssds[0].model_dump() if hardware.hosts[0].ssds else STOCK_SSD
-    disks = [{**like, "size_bytes": _size("ssd", size), "directory": None} for _ in range(int(count or 1))]
+    disk = {**like, "size_bytes": _size("ssd", size), "directory": None}
+    disks = [disk] * require_count("--ssd", int(count or 1))
     return hardware.with_(ssds=disks)
 
 

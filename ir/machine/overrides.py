@@ -21,6 +21,7 @@ _CONSTANT_FOR = {
     "peak_flops": ("products", "attention"), "achieved_fraction": ("products", "attention"),
     "memory_bandwidth": ("pointwise",),
 }  # fmt: skip
+MOST = 4096  # devices, disks or threads of a machine
 LONGEST = 120  # characters of a value in a machine's source
 _TOP_LEVEL = ("name", "source", "network", "failures", "throttled", "fitted_to", "hosts", "devices")
 # A data-centre disk on PCIe 4, for machines that had none. Intel P5510 datasheet: 6.5 and 3.4 GB/s, one drive write a
@@ -30,11 +31,21 @@ STOCK_SSD = {
 }  # fmt: skip
 
 
+def require_count(what: str, count: object, least: int = 1) -> int:
+    """The count. Raises HardwareError for what is no number of devices, disks or threads that a machine has."""
+    if type(count) is not int or not least <= count <= MOST:
+        raise HardwareError(f"{what}: found {count!r}, allowed: a whole number from {least} to {MOST}")
+    return count
+
+
 def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The machine's document with `overrides` applied, not checked yet."""
+    """The machine's document with `overrides` applied; only counts are checked yet."""
     document = hardware.model_dump()
     host_keys = set(type(hardware.hosts[0]).model_fields) - {"root_complexes", "ssds"}
     device_keys = set(type(hardware.devices[0]).model_fields) - {"name", "host", "root_complex"}
+    for word in ("num_devices", "threads"):
+        if word in overrides:
+            require_count(word, overrides[word])
     if "num_devices" in overrides:
         document["devices"] = _resize(document["devices"], overrides["num_devices"], len(document["hosts"]))
     if not overrides.keys().isdisjoint(("num_devices", "threads")):
@@ -87,10 +98,8 @@ def _drop_kinds(table: dict[str, Any] | None, *kinds: str) -> dict[str, Any] | N
     return kept if kept.keys() - {"source"} else None
 
 
-def _resize(devices: list[dict[str, Any]], count: object, num_hosts: int) -> list[dict[str, Any]]:
+def _resize(devices: list[dict[str, Any]], count: int, num_hosts: int) -> list[dict[str, Any]]:
     """The first `count` devices; if there are fewer, all of them and then copies of them in the same order."""
-    if not isinstance(count, int) or count < 1:
-        raise HardwareError(f"num_devices: found {count!r}, allowed: a whole number of 1 or more")
     if num_hosts > 1:
         raise HardwareError(f"num_devices: this machine has {num_hosts} hosts; write its devices in a document instead")
     taken, prefix = {device["name"] for device in devices}, devices[0]["name"].rstrip("0123456789")
@@ -99,14 +108,14 @@ def _resize(devices: list[dict[str, Any]], count: object, num_hosts: int) -> lis
     return devices[:count] + more
 
 
-def _share_cores(document: dict[str, Any], threads: object) -> None:
+def _share_cores(document: dict[str, Any], threads: int | None) -> None:
     """Give the CPU devices of measured hosts equal shares of the cores, or `threads` each, and the rates measured with
     the nearest number of threads. Work that many threads do alike takes half of the time with twice the threads."""
     for index, host in enumerate(document["hosts"]):
         own = [device for device in document["devices"] if device["kind"] == "cpu" and device["host"] == index]
         if not (own and host["cpu_rates"]):
             continue
-        count = threads if isinstance(threads, int) and threads > 0 else max(1, host["cpu_cores"] // len(own))
+        count = threads or max(1, host["cpu_cores"] // len(own))
         nearest = min(host["cpu_rates"], key=lambda known: abs(math.log(known["threads"] / count)))
         factor = count / nearest["threads"]
         scaled = {
@@ -119,13 +128,12 @@ def _share_cores(document: dict[str, Any], threads: object) -> None:
             device |= nearest | scaled
 
 
-def _disks(disks: list[dict[str, Any]], value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _disks(disks: list[dict[str, Any]], value: object) -> list[Any]:
+    if isinstance(value, list):
         return value
-    if value < 0:
-        raise HardwareError(f"ssds: found {value}, allowed: 0 or more disks, or a list of them")
+    count = require_count("ssds", value, least=0)
     like = {**(disks[0] if disks else STOCK_SSD), "directory": None}  # no two disks have a directory in common
-    return [*disks[:value], *(like for _ in range(value - len(disks)))]
+    return [*disks[:count], *(like for _ in range(count - len(disks)))]
 
 
 def slower(device: Device, times: float) -> Device:

@@ -34,7 +34,7 @@ from ..extensions import entries
 from ..units import parse_bytes
 from .call_mix import FP8
 from .gpu_parts import PARTS, SERVERS, GpuPart, has_float8
-from .overrides import STOCK_SSD
+from .overrides import MOST, STOCK_SSD, require_count
 from .part_rates import MEASURED, part_rates
 
 Document = dict[str, Any]
@@ -438,8 +438,8 @@ def _paper_machine(name: str) -> Document | None:
 
 def _counts(name: str, texts: Iterable[str]) -> list[int]:
     counts = [int(text) for text in texts]
-    if not all(0 < count <= 4096 for count in counts):
-        raise HardwareError(f"hardware preset {name!r}: counts must be 1 to 4096, found {counts}")
+    if not all(0 < count <= MOST for count in counts):
+        raise HardwareError(f"hardware preset {name!r}: counts must be 1 to {MOST}, found {counts}")
     return counts
 
 
@@ -465,7 +465,9 @@ def cpu_document(
     """CPU devices with a memory budget each, joined by loopback, divided over hosts in their order. If any of the rates
     is given, transfers are throttled."""
     h2d, d2h, link = rates or CopyRates()
-    if not 1 <= hosts <= max(1, num_devices):
+    for what, count in (("num_devices", num_devices), ("threads", threads), ("hosts", hosts)):
+        require_count(what, count)
+    if hosts > num_devices:
         raise HardwareError(f"hosts={hosts}: found {num_devices} devices, allowed: 1 to {num_devices}, one on each")
     if network is not None and hosts == 1:
         raise HardwareError(f"network={network!r}, but hosts=1: nothing goes over it; say how many, such as hosts=2")
@@ -483,7 +485,7 @@ def cpu_document(
         }
         for index in range(num_devices)
     ]  # fmt: skip
-    cores = -(-max(1, num_devices) // hosts) * threads
+    cores = -(-num_devices // hosts) * threads
     one_host: Document = {
         "dram_bytes": dram, "dram_usable_fraction": 1.0, "dram_bandwidth": 40e9,
         "cpu_cores": cores, "optimizer_params_per_s": 1.5e9 * cores,

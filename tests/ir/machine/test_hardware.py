@@ -213,8 +213,11 @@ def test_num_devices_takes_fewer_or_repeats_the_pattern() -> None:
     [
         ({"dramm": "4TB"}, "cannot override 'dramm'; did you mean 'dram'"),
         ({"dram": "-4TB"}, r"hosts\[0\].dram_bytes: found '-4TB', allowed: greater than 0"),
-        ({"num_devices": 0}, "num_devices: found 0, allowed: a whole number of 1 or more"),
-        ({"ssds": -1}, "ssds: found -1"),
+        ({"num_devices": 0}, "num_devices: found 0, allowed: a whole number from 1 to 4096"),
+        ({"num_devices": 1_000_000}, "num_devices: found 1000000"),
+        ({"ssds": -1}, "ssds: found -1, allowed: a whole number from 0 to 4096"),
+        ({"ssds": "two"}, "ssds: found 'two'"),
+        ({"threads": 0.5}, "threads: found 0.5"),
     ],
 )
 def test_wrong_overrides(overrides: dict[str, Any], said: str) -> None:
@@ -244,8 +247,15 @@ def test_cpu_machines_of_several_hosts() -> None:
     assert [two.dram_budget_bytes(host) for host in (0, 1)] == [10**9] * 2
     assert two.ssd_directories(1) == ["/x"]
     for wrong in ({"hosts": 3}, {"hosts": 0}, {"network": "1GB/s"}):
-        with pytest.raises(HardwareError, match=r"hosts=[013]"):
+        with pytest.raises(HardwareError, match=r"hosts(=[13]|: found 0)"):
             Hardware.cpu(2, **wrong)
+
+
+@pytest.mark.parametrize("name", ["num_devices", "threads", "hosts"])
+@pytest.mark.parametrize("found", [0, 2.5, "two", True, 1_000_000])
+def test_counts_of_cpu_machines_are_whole_numbers(name: str, found: Any) -> None:
+    with pytest.raises(HardwareError, match=f"{name}: found {found!r}, allowed: a whole number from 1 to 4096"):
+        Hardware.cpu(**{name: found})
 
 
 def test_a_zero_link_rate_is_refused() -> None:
