@@ -21,7 +21,7 @@ from ..data.codec import Codec
 from ..data.files import SPLITS
 from ..data.hub import is_on_hub
 from ..data.read import read_rows
-from ..data.rows import Rows
+from ..data.rows import Rows, with_labels_alike
 from ..data.streamed import StreamedRows
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
@@ -29,6 +29,7 @@ from .best import LOWER_IS_BETTER, BestSoFar
 from .options import TrainOptions
 from .schedule import schedule
 
+ON_TOKENS = ("text", "chat", "completion")  # kinds of data with the same inputs
 COUNTED = ("classification", "preference")  # kinds of data whose evaluation counts what is right
 
 
@@ -151,7 +152,9 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     _require_fitting(options, named, codec, read.kind)
     rows, held_out = read.rows.split(options.eval_fraction, options.seed)
     if options.eval_data:
-        held_out = _held_out(options, codec, named, read.classes, screen)
+        held_out = _held_out(options, codec, named, read.kind, read.classes, screen)
+        if read.kind == "seq2seq":
+            rows, held_out = with_labels_alike(rows, held_out)
     if options.eval_fraction and not len(held_out):
         raise PlanError(f"--eval-fraction {options.eval_fraction} of {len(rows)} rows is none; give a larger one")
     if not len(rows):
@@ -184,14 +187,20 @@ def _prepare_stream(
     _require_fitting(options, named, codec, stream.kind)
     for sentence in stream.said:
         screen.print(sentence, soft_wrap=True)
-    held_out = _held_out(options, codec, named, [], screen) if options.eval_data else None
+    held_out = _held_out(options, codec, named, stream.kind, [], screen) if options.eval_data else None
     screen.print(f"rows of {stream.kind} read while training; {options.max_steps} steps of {options.batch} rows")
     return TrainingTask(named, codec, stream.kind, None, held_out, options.max_steps, stream)
 
 
-def _held_out(options: TrainOptions, codec: Codec, named: NamedModel, classes: list[str], screen: Console) -> Rows:
+def _held_out(
+    options: TrainOptions, codec: Codec, named: NamedModel, kind: str, classes: list[str], screen: Console
+) -> Rows:
+    """The rows of --eval-data. Raises `PlanError` for rows of other inputs than those to train on, which are of `kind`
+    and have these classes."""
     assert options.eval_data is not None
     read = read_rows(options.data_spec(options.eval_data), codec, named.head, named.skipped_positions)
+    if read.kind != kind and not {read.kind, kind} <= set(ON_TOKENS):
+        raise PlanError(f"--eval-data is {read.kind}, and --data is {kind}; give files of one kind")
     for sentence in read.said:
         screen.print(f"held out: {sentence}", soft_wrap=True)
     unknown = [name for name in read.classes if name not in classes]

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
@@ -48,6 +48,9 @@ from .options import TrainOptions
 from .task import COUNTED, TrainingTask, compile_task, prepare, require_wishes
 from .terminal.interruptible import interruptible
 from .terminal.working import working
+
+if TYPE_CHECKING:
+    from ..compiler.preference import DPO
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
 STEP = "step-"  # before its number, the name of one of several checkpoints
@@ -265,27 +268,24 @@ class _Run:
 
     def evaluate(self, when: str) -> dict[str, float]:
         """Loss on the held-out rows, for a classifier also accuracy, for pairs the share whose chosen answer is
-        preferred. Empty if no row is held out.
-
-        The loss leaves out the last batch if it is not full, unless it is the only one.
-        """
-        held_out, job, batch = self.task.held_out, self.job, self.options.batch
+        preferred. Empty if no row is held out. Losses of batches count by their rows, as a Trainer counts them."""
+        held_out, job, kind = self.task.held_out, self.job, self.task.kind
         if held_out is None or not len(held_out):
             return {}
-        right = 0
-        losses: list[float] = []
-        for chosen, count in evaluation_batches(held_out, batch):
-            given = self.task.take(held_out, chosen[job.rows.start : job.rows.stop])
-            out = job.evaluate(given, outputs=not self.task.micro_batches)
-            if count == batch or not losses:
-                losses.append(float(out.loss))
-            if self.task.kind == "classification":
-                right += int((out.logits.argmax(-1) == held_out.labels[chosen])[:count].sum())
-            elif self.task.kind == "preference":
-                right += int((out.margins > 0)[:count].sum())
-        found = {"loss": sum(losses) / len(losses)}
+        right, total = 0, 0.0
+        for rows, counted in evaluation_batches(held_out, self.options.batch):
+            out = job.evaluate(self.task.take(rows, job.rows), outputs=not self.task.micro_batches)
+            loss, count = out.loss, len(counted)
+            if kind == "classification":
+                right += int((out.logits[:count].argmax(-1) == held_out.labels[list(counted)]).sum())
+            elif kind == "preference":
+                model, margins = cast("DPO", job.model), out.margins[:count]
+                right += int((margins > 0).sum())
+                loss = model.pair_loss(margins)
+            total += float(loss) * count
+        found = {"loss": total / len(held_out)}
         text = f"loss {found['loss']:.4f}"
-        if self.task.kind in COUNTED:
+        if kind in COUNTED:
             found["accuracy"] = right / len(held_out)
             text = f"accuracy {found['accuracy']:.1%}, {text}"
         self.broadcast.evaluated(found)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from ..compiler.packing.documents import IGNORED
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class Rows:
         uneven = {name: [column[i] for i in indices] for name, column in self.uneven.items()}
         return Rows({name: column[chosen] for name, column in self.columns.items()}, uneven)
 
+    def _fill_labels(self, length: int) -> Rows:
+        labels = pad(self.labels, (0, length - self.labels.shape[1]), value=IGNORED)
+        return replace(self, columns={**self.columns, "labels": labels})
+
     def split(self, fraction: float, seed: int) -> tuple[Rows, Rows]:
         """Split into (the other rows, `fraction` of the rows), chosen at random by `seed` alone."""
         order = _order(len(self), seed).tolist()
@@ -68,11 +75,22 @@ class Rows:
         return rest, held
 
 
-def evaluation_batches(rows: Rows, batch: int) -> Iterator[tuple[list[int], int]]:
-    """Batches as (row indices, the number that count), in order; the last batch is filled up with the first rows."""
+def with_labels_alike(*parts: Rows) -> list[Rows]:
+    """The parts, whose rows of labels are filled up to the length of the longest with some that do not count."""
+    longest = max(part.labels.shape[1] for part in parts)
+    return [part._fill_labels(longest) for part in parts]
+
+
+def evaluation_batches(rows: Rows, batch: int) -> Iterator[tuple[Rows, range]]:
+    """Batches as (rows, the numbers of those that count), in order; the last batch is filled up with copies of the
+    first rows, of which no label counts."""
     for start in range(0, len(rows), batch):
-        indices = range(start, start + batch)
-        yield [i % len(rows) for i in indices], min(batch, len(rows) - start)
+        counted = range(start, min(start + batch, len(rows)))
+        found = rows._choose([i % len(rows) for i in range(start, start + batch)])
+        for name, column in found.columns.items():
+            if name.endswith("labels"):
+                column[len(counted) :] = IGNORED
+        yield found, counted
 
 
 def _order(count: int, seed: int) -> Tensor:

