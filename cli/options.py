@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from ..ir.machine.hardware import Hardware
     from ..passes.draft import Draft
 
+MOST_EPOCHS = 1e6
+MOST_RATE = 1e6  # more would end in weights that are no numbers
+MOST_SEED = 2**63 - 1  # of torch's generators, and room for one more each epoch
+
 
 @dataclass(frozen=True)
 class JobOptions:
@@ -92,8 +96,10 @@ class JobOptions:
         Path | None, typer.Option(help="directory of times that --profile measured; default ~/.cache/penstock/profiles")
     ] = None
     optimizer: Annotated[str, typer.Option(help="a class of torch.optim, in any case")] = "adamw"
-    lr: Annotated[float, typer.Option(help="learning rate")] = 5e-5
-    weight_decay: Annotated[float | None, typer.Option(min=0.0, help="weight decay; default: the optimizer's")] = None
+    lr: Annotated[float, typer.Option(min=0.0, max=MOST_RATE, help="learning rate")] = 5e-5
+    weight_decay: Annotated[
+        float | None, typer.Option(min=0.0, max=MOST_RATE, help="weight decay; default: the optimizer's")
+    ] = None
     no_decay: Annotated[
         list[str] | None,
         typer.Option(help='pattern of parameter names without weight decay, such as "*.bias"; repeatable'),
@@ -130,7 +136,9 @@ class JobOptions:
         ),
     ] = None
     dropout: Annotated[bool, typer.Option(help="dropout as in the model, or none")] = True
-    seed: Annotated[int, typer.Option(help="seed of dropout, new weights and the order of the data")] = 0
+    seed: Annotated[
+        int, typer.Option(min=-MOST_SEED, max=MOST_SEED, help="seed of dropout, new weights and the order of the data")
+    ] = 0
     download: Annotated[bool, typer.Option(help="download the model from the Hugging Face hub")] = False
 
     def machine(self) -> Hardware:
@@ -348,7 +356,9 @@ class TrainOptions(JobOptions):
     )
     beta: Annotated[float | None, typer.Option(help="beta of DPO, for preference pairs; default 0.1")] = None
     out: Annotated[Path, typer.Option(help="directory for checkpoint, trained model and programs")] = Path("out/train")
-    epochs: Annotated[float, typer.Option(min=0.0, help="passes over the data, unless --max-steps is given")] = 1.0
+    epochs: Annotated[
+        float, typer.Option(min=0.0, max=MOST_EPOCHS, help="passes over the data, unless --max-steps is given")
+    ] = 1.0
     max_steps: Annotated[int | None, typer.Option(min=1, help="number of training steps")] = None
     schedule: Annotated[str, typer.Option(help="schedule of the learning rate: constant, linear or cosine")] = (
         "constant"
@@ -443,14 +453,14 @@ class TrainOptions(JobOptions):
         """The request for data in these files. Raises `PlanError` for an unknown kind or wish, with those there are."""
         from ..data.hub import local_paths
         from ..data.spec import DataKind, DataSpec, LongRows
-        from ..ir.machine.spelling import key_and_value
+        from ..ir.machine.spelling import each_once, key_and_value
 
         wishes = (("kind", self.kind, get_args(DataKind)), ("long-rows", self.long_rows, get_args(LongRows)))
         for option, value, allowed in wishes:
             if value not in allowed:
                 near = difflib.get_close_matches(value, allowed, 1, 0.0)[0]
                 raise PlanError(f"--{option} {value!r}; allowed are {', '.join(allowed)}; the nearest is {near}")
-        columns = dict(key_and_value("column", text, "text=body") for text in self.column or ())
+        columns = each_once("--column", (key_and_value("column", text, "text=body") for text in self.column or ()))
         given = {"kind": self.kind, "columns": columns, "sequence": self.sequence, "targets": self.targets}
         given |= {"long_rows": self.long_rows, "pack": self.pack, "split": self.split}
         return DataSpec.model_validate({"paths": local_paths(paths, self.split), **given})

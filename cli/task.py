@@ -160,6 +160,8 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     if not len(rows):
         raise PlanError(f"--eval-fraction {options.eval_fraction} leaves no row to train on; give a smaller one")
     steps = options.max_steps or math.ceil(options.epochs * len(rows) / options.batch)
+    if not steps:
+        raise PlanError("--epochs 0: the run would have no step; give --epochs 1 or another share, or --max-steps")
     what = f"{len(read.classes)} classes" if read.classes else f"{read.kind}, {rows.describe()}"
     screen.print(
         f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {many(steps, 'step')} of {options.batch} rows"

@@ -52,7 +52,7 @@ class Precision:
         known = ALIASES.get(word, word) if isinstance(word, str) else word
         if isinstance(known, str) and known in PRECISIONS:
             return PRECISIONS[known]
-        near = difflib.get_close_matches(str(word), [*PRECISIONS, *ALIASES], 1, 0.0)[0]
+        near = difflib.get_close_matches(str(word).lower(), [*PRECISIONS, *ALIASES], 1, 0.0)[0]
         names = ", ".join(f'"{name}"' for name in PRECISIONS)
         raise PlanError(f'precision={word!r}; allowed are {names}; the nearest is "{ALIASES.get(near, near)}"')
 

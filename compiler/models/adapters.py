@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...ir.errors import PlanError
+from ...ir.machine.spelling import each_once
 from ...runtime.quantised.libraries import is_installed, why_missing
 from .lora import CLASSIFIERS, KERNEL_LAYERS, KERNEL_TYPES, TARGETS, unlike_layer, with_lora
 
@@ -48,18 +49,18 @@ class LoraChoice:
                 f"--adapter {text!r}: allowed is lora with options, such as {FORM}; other kinds of PEFT are trained "
                 "from Python, by peft.get_peft_model and penstock.compile"
             )
-        found: dict[str, Any] = {}
+        found: list[tuple[str, Any]] = []
         for part in filter(None, (piece.strip() for piece in rest.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in _FLAGS and not equals:
-                found[key] = True
+                found.append((key, True))
             elif key in ("r", "alpha") and equals:
-                found[key] = _number(text, key, value)
+                found.append((key, _number(text, key, value)))
             elif key == "targets" and value:
-                found[key] = tuple(filter(None, (name.strip() for name in value.split("+"))))
+                found.append((key, tuple(filter(None, (name.strip() for name in value.split("+"))))))
             else:
                 raise PlanError(f"--adapter {text!r}: {part!r} is none of its options; it looks like {FORM}")
-        return LoraChoice(**found)
+        return LoraChoice(**each_once(f"--adapter {text!r}", found))
 
     def put_on(self, model: nn.Module, head: str) -> nn.Module:
         """The model with adapters, of which nothing but these, and a new head of a classifier, is trained. Adapters of
@@ -164,7 +165,7 @@ def _number(text: str, key: str, value: str) -> float | int:
         found = int(value) if key == "r" else float(value)
     except ValueError:
         found = 0
-    if found <= 0:
+    if not 0 < found < math.inf:
         raise PlanError(f"--adapter {text!r}: {key}={value}; allowed is a number above 0, such as {key}=16")
     return found
 

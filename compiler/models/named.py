@@ -21,6 +21,7 @@ from torch import nn
 
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
+from ...ir.machine.spelling import each_once
 from ...runtime.quantised.formats.table import form_of
 from ...runtime.quantised.libraries import is_installed, why_missing
 from ...runtime.state.quantised import LIBRARIES, quantization_config
@@ -417,15 +418,15 @@ def parse_changes(text: str, config: Any) -> dict[str, Any]:
     """ "n_layer=96,n_embd=12288" as values of the types that the configuration has. Raises `PlanError` for others."""
     common = getattr(config, "attribute_map", {})  # "hidden_size" is GPT-2's "n_embd"
     fields = {**config.to_dict(), **{key: getattr(config, key, None) for key in common}}
-    found: dict[str, Any] = {}
+    found: list[tuple[str, Any]] = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise PlanError(f"model override {part!r} is not of the form key=value, such as n_layer=12")
         if key not in fields:
             raise PlanError(f"{config.model_type} has no dimension {key!r}{_did_you_mean(key, fields)}")
-        found[common.get(key, key)] = _value(key, value, fields[key])
-    return found
+        found.append((common.get(key, key), _value(key, value, fields[key])))
+    return each_once(f"model override {text!r}", found)
 
 
 def _value(key: str, text: str, old: Any) -> Any:

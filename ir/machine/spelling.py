@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import HardwareError, PlanError
@@ -147,6 +148,16 @@ def key_and_value(option: str, given: str, example: str) -> tuple[str, str]:
     if not equals:
         raise PlanError(f"--{option} {given!r} is not of the form key=value, such as {example}")
     return key.strip(), text.strip()
+
+
+def each_once(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The values by their keys. Raises `PlanError` for a key that comes twice, as one of its values would not count."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise PlanError(f"{option}: {key} is given twice; leave one of them out")
+        found[key] = value
+    return found
 
 
 def plain_value(text: str) -> Any:

@@ -279,6 +279,19 @@ def test_mistakes_are_one_message_on_stderr(run: Run, arguments: list[str], said
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--epochs", "inf"), ("--epochs", "nan"), ("--lr", "inf"), ("--lr", "-1"), ("--weight-decay", "inf"),
+        ("--seed", "99999999999999999999999"),
+    ],
+)  # fmt: skip
+def test_numbers_beyond_their_bounds_are_refused(run: Run, option: str, value: str) -> None:
+    code, _, err = run("train", "--model", GPT, "--data", "none.txt", option, value)
+    assert code == 2
+    assert f"Invalid value for '{option}'" in err and "than or equal to" in err
+
+
 def test_the_version(run: Run) -> None:
     status, shown, _ = run("--version")
     torch_version = metadata.version("torch")

@@ -210,6 +210,8 @@ def test_a_classifier_learns_its_classes(tmp_path: Path) -> None:
         ({"model": BERT}, 'no column "label"'),
         ({"kind": "chats"}, "--kind 'chats'.*the nearest is chat"),
         ({"column": ["text"]}, "--column 'text' is not of the form key=value"),
+        ({"column": ["text=a", "text=b"]}, "--column: text is given twice"),
+        ({"epochs": 0.0, "max_steps": None}, "--epochs 0: the run would have no step"),
         ({"streaming": True, "max_steps": None}, "--streaming: .*give --max-steps"),
         ({"eval_data": ["x"], "eval_fraction": 0.1}, "--eval-data and --eval-fraction"),
         ({"model": GPT.replace("vocab_size=256", "vocab_size=128")}, "the tokenizer has 256 tokens"),

@@ -24,6 +24,7 @@ def test_every_name_is_known_and_aliases_become_names() -> None:
         ("float32", "fp32"),
         ("fp16_mixed", "fp16-mixed"),
         ("16-mixed", "fp16-mixed"),
+        ("BF16", "bf16-mixed"),
         (16, ""),
     ],
 )

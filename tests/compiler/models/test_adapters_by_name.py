@@ -31,7 +31,10 @@ def test_all_options_are_read() -> None:
         ("lora:dora=yes", "'dora=yes' is none"),
         ("lora:r=0", "r=0; allowed is a number above 0"),
         ("lora:alpha=much", "alpha=much; allowed"),
+        ("lora:alpha=inf", "alpha=inf; allowed"),
+        ("lora:alpha=nan", "alpha=nan; allowed"),
         ("lora:targets=", "none of its options"),
+        ("lora:r=8,r=4", "'lora:r=8,r=4': r is given twice; leave one of them out"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str) -> None:

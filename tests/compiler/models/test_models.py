@@ -237,6 +237,12 @@ def test_values_get_the_type_that_the_configuration_has() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("changes", ["n_layer=2,n_layer=4", "n_layer=2,num_hidden_layers=4"])
+def test_a_dimension_comes_once(changes: str) -> None:
+    with pytest.raises(PlanError, match="n_layer is given twice; leave one of them out"):
+        parse_changes(changes, find_model("gpt2").config)
+
+
 @pytest.mark.parametrize("name", ["gpt2", TINY, "t5-11b"])
 def test_a_folder_that_a_plan_was_written_to_is_no_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
