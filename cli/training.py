@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
 STEP = "step-"  # before its number, the name of one of several checkpoints
+READ = "rows_read"  # the same: the rows of all steps, which may have had batches of several sizes
+BATCH = "batch"  # the same: the rows of its last step
 BEST = "best"  # the same: the best evaluation so far
 
 
@@ -136,6 +138,7 @@ class _Run:
         self.best = BestSoFar(options.best_by, options.patience)
         self.result = TrainResult()
         self.saved_step = 0
+        self.first_step, self.first_row = 0, 0  # of this attempt
         self.said_no_room = False
         self.looked_step, self.looked = 0, dict[str, float]()
 
@@ -190,10 +193,21 @@ class _Run:
                     f"{self.checkpoint} was saved with {key} {data.get(key)!r}, this run has {value!r}; resume with "
                     "the same --data, --sequence, --seed and --eval-fraction, or begin anew in another --out"
                 )
+        own, batch = data.get(BATCH, self.options.batch), self.options.batch
+        if own != batch and self.options.max_steps is None:
+            raise CheckpointError(
+                f"{self.checkpoint} was saved with --batch {own}, this run has {batch}, and --epochs counts steps by "
+                f"it; resume with --batch {own}, or say by --max-steps which step is the last"
+            )
         self.broadcast.records.load(data.get(WRITTEN, {}))
         self.best.load(data.get(BEST, {}))
-        count = self.job.step_count
-        self.screen.print(f"resumed at step {count}, sample {count * self.options.batch}")
+        self.first_step = count = self.job.step_count
+        self.first_row = data.get(READ, count * batch)
+        self.screen.print(f"resumed at step {count}, sample {self.first_row}")
+
+    @property
+    def rows_read(self) -> int:
+        return self.first_row + (self.job.step_count - self.first_step) * self.options.batch
 
     def what_is_read(self) -> dict[str, Any]:
         """The settings that must not change for a run to go on."""
@@ -203,7 +217,7 @@ class _Run:
         """This process's rows of each batch, epoch after epoch, from the job's present step on."""
         task, job, size = self.task, self.job, self.options.batch
         if task.stream is not None:
-            for batch in task.stream.batches(size, job.step_count * size):
+            for batch in task.stream.batches(size, self.rows_read):
                 yield Rows(batch).take(job.rows)
         assert task.rows is not None
         sampler = job.sampler(task.rows)
@@ -298,7 +312,10 @@ class _Run:
         job = self.job
         _ = job.last  # which saving waits for, too
         self.broadcast.tell_ended()
-        data = {**self.what_is_read(), WRITTEN: self.broadcast.records.state(), BEST: self.best.state()}
+        data = {
+            **self.what_is_read(), READ: self.rows_read, BATCH: self.options.batch,
+            WRITTEN: self.broadcast.records.state(), BEST: self.best.state(),
+        }  # fmt: skip
         self.saved_step = job.step_count
         limit = self.options.save_total_limit
         is_one = limit == 1 and not any(self.checkpoint.glob(f"{STEP}*"))

@@ -15,7 +15,7 @@ from penstock.cli import training
 from penstock.cli.options import TrainOptions
 from penstock.cli.task import prepare
 from penstock.compiler.preference import DPO
-from penstock.ir.errors import PlanError
+from penstock.ir.errors import CheckpointError, PlanError
 from penstock.tests.cli import small_runs
 from penstock.tests.cli.small_runs import run
 from penstock.tests.cli.test_train_command import BERT
@@ -110,6 +110,28 @@ def test_streamed_rows_resume_where_they_were(tmp_path: Path) -> None:
     rest, said = run(options(tmp_path, ANSWERS, **{**given, "resume": True, "out": tmp_path / "parts"}))
     assert "rows of completion read while training" in said
     assert [*first.losses, *rest.losses] == whole.losses
+
+
+@pytest.mark.slow
+def test_streamed_rows_resume_where_they_were_with_another_batch(tmp_path: Path) -> None:
+    """Without a rate, the loss of a row is that of every step with it: 10 rows are read, and row 11 is next."""
+    given = {"streaming": True, "lr": 0.0, "micro_batches": 1}
+    each, _ = run(options(tmp_path, ANSWERS, **given, batch=1, max_steps=12, out=tmp_path / "each"))
+    run(options(tmp_path, ANSWERS, **given, batch=4, max_steps=2))
+    run(options(tmp_path, ANSWERS, **given, batch=1, max_steps=4, resume=True))
+    rest, said = run(options(tmp_path, ANSWERS, **given, batch=1, max_steps=6, resume=True))
+    assert "resumed at step 4, sample 10" in said
+    assert rest.losses == pytest.approx(each.losses[10:12], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_steps_that_epochs_count_keep_their_batch(tmp_path: Path) -> None:
+    """Of 12 rows 8 are read in 2 steps of 4; in batches of 6 that would be the end."""
+    run(options(tmp_path, ANSWERS, max_steps=2))
+    with pytest.raises(CheckpointError, match=r"was saved with --batch 4, this run has 6, .* resume with --batch 4"):
+        run(options(tmp_path, ANSWERS, max_steps=None, batch=6, resume=True))
+    result, _ = run(options(tmp_path, ANSWERS, max_steps=3, batch=6, resume=True))
+    assert len(result.losses) == 1
 
 
 @pytest.mark.slow
