@@ -6,6 +6,7 @@ Alternatives begin from the chosen pipeline of passes, beside a search of second
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ def parse_tokens(text: str) -> float:
         found = float(number) * UNITS[unit]
     except (ValueError, KeyError):
         found = 0.0
-    if not found > 0:
+    if not 0 < found < math.inf:
         raise PlanError(f"--tokens {text!r}: allowed is a number of tokens, such as 100M, 2.5B or 300000")
     return found
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..ir.machine.hardware import Hardware
     from ..passes.draft import Draft
 
+MOST_ROWS = 10**9
 MOST_EPOCHS = 1e6
 MOST_RATE = 1e6  # more would end in weights that are no numbers
 MOST_SEED = 2**63 - 1  # of torch's generators, and room for one more each epoch
@@ -60,7 +61,7 @@ class JobOptions:
     ssd: Annotated[
         str | None, typer.Option(help="SSDs of each host, such as 2TB or 4x2TB; 0 for none; in place of the hardware's")
     ] = None
-    batch: Annotated[int, typer.Option(min=1, help="rows of the global batch")] = 4
+    batch: Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="rows of the global batch")] = 4
     sequence: Annotated[int, typer.Option(min=1, help="tokens in a row")] = 512
     micro_batches: Annotated[
         int | None, typer.Option(help="number of micro-batches, a divisor of the batch; default: by search")

@@ -4,6 +4,7 @@ mappings."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,8 @@ def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], 
 
 
 def divisors(number: int) -> list[int]:
-    return [m for m in range(1, number + 1) if number % m == 0]
+    small = [m for m in range(1, math.isqrt(number) + 1) if number % m == 0]
+    return [*small, *(number // m for m in reversed(small) if m * m != number)]
 
 
 def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:

@@ -283,7 +283,7 @@ def test_mistakes_are_one_message_on_stderr(run: Run, arguments: list[str], said
     ("option", "value"),
     [
         ("--epochs", "inf"), ("--epochs", "nan"), ("--lr", "inf"), ("--lr", "-1"), ("--weight-decay", "inf"),
-        ("--seed", "99999999999999999999999"),
+        ("--seed", "99999999999999999999999"), ("--batch", "99999999999999999999"),
     ],
 )  # fmt: skip
 def test_numbers_beyond_their_bounds_are_refused(run: Run, option: str, value: str) -> None:

@@ -20,6 +20,7 @@ from penstock.compiler.search.bounds import ideal_bounds, machine_bound
 from penstock.compiler.search.candidate import PLAIN, Candidate
 from penstock.compiler.search.candidates import (
     device_orders,
+    divisors,
     mappings,
     micro_batch_counts,
     partitions,
@@ -465,3 +466,11 @@ def test_a_plan_that_lacks_dram_came_further_than_one_that_lacks_a_device() -> N
     with pytest.raises(DoesNotFit) as caught:
         search(lambda _: graph, machine, Wishes(None, 2, 4, Options(micro_batches=2)))
     assert caught.value.memory == "dram0"
+
+
+def test_divisors_come_in_order_and_of_large_numbers_soon() -> None:
+    """Of a number of 10 digits, which tens of thousands of trials find."""
+    assert [divisors(number) for number in (1, 2, 12, 36)] == [
+        [1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 3, 4, 6, 9, 12, 18, 36],
+    ]  # fmt: skip
+    assert divisors(2**31 - 1) == [1, 2**31 - 1]
