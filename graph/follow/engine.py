@@ -361,7 +361,6 @@ class Follower(TorchDispatchMode):
     def _follow_backward(self, node: fx.Node, args: Sequence[Any]) -> None:
         """Note whether rows meet in the backward of an autograd function, which is whatever its class says."""
         own_power, (_, numbers) = self.own_power, self.now
-        self.own_power = own_power or (lambda place: 0.0)  # a trace with other numbers of rows shows those that grow
         try:
             with torch.enable_grad():
                 operands = [self._with_gradient(arg) for arg in args]
