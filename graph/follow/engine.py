@@ -10,10 +10,9 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -188,7 +187,7 @@ class Follower(TorchDispatchMode):
         self.numbers: dict[fx.Node, Sequence[float]] = {}
         self.by_rows: set[fx.Node] = set()
         self.now: tuple[list[Met], list[float]] = ([], [])
-        self.own_power: Callable[[int], float | None] | None = None
+        self.own_powers: Sequence[float | None] | None = None
         self.counted = {divisor.input: divisor.spread for divisor in graph.loss.rules.divisors}
         self.orders = itertools.count()
         self.fakes: dict[int, torch.Tensor] = {}
@@ -208,9 +207,9 @@ class Follower(TorchDispatchMode):
     def scale(self, number: float) -> Scale:
         numbers = self.now[1]
         numbers.append(float(number))
-        if self.own_power is None:
+        if self.own_powers is None:
             return Scale(unsure=abs(number) != 1 or self.rows == 1)
-        power = self.own_power(len(numbers) - 1)
+        power = self.own_powers[len(numbers) - 1] if len(numbers) <= len(self.own_powers) else None
         if power is None or power != int(power):
             return Scale(unsure=True)
         return Scale(int(power))
@@ -220,8 +219,7 @@ class Follower(TorchDispatchMode):
     def node(self, node: fx.Node) -> None:
         """Find the states of a node's tensors."""
         tensors = list(value_tensors(node.meta["val"]))
-        self.now = ([], [])
-        self.own_power = None if self.powers is None else partial(_power_at, self.powers.get(node, ()))
+        self.now, self.own_powers = ([], []), None if self.powers is None else self.powers.get(node, ())
         if node.op == "placeholder":
             effect = Effect(tuple(self.entering(str(node.target), t) for t in tensors), (), ())
         elif node.op == "get_attr" or is_mode_switch(node):
@@ -288,7 +286,7 @@ class Follower(TorchDispatchMode):
         return ByRow(dim=0, inner=inner, step=ANY_STEP if name in self.graph.places else 0)
 
     def _call_effect(self, node: fx.Node, tensors: list[torch.Tensor]) -> Effect:
-        key = None if node.meta["mutates"] or self.own_power is not None else self._key(node)
+        key = None if node.meta["mutates"] or self.own_powers is not None else self._key(node)
         if key is not None and key in self.known:
             return self.known[key]
         before = next(self.orders)
@@ -360,7 +358,7 @@ class Follower(TorchDispatchMode):
 
     def _follow_backward(self, node: fx.Node, args: Sequence[Any]) -> None:
         """Note whether rows meet in the backward of an autograd function, which is whatever its class says."""
-        own_power, (_, numbers) = self.own_power, self.now
+        _, numbers = self.now
         try:
             with torch.enable_grad():
                 operands = [self._with_gradient(arg) for arg in args]
@@ -375,7 +373,7 @@ class Follower(TorchDispatchMode):
             found = torch.autograd.grad(made, trained, gradients, allow_unused=True) if made else ()
             is_derived = all(map(self._is_gradient, found, trained))
         finally:
-            self.own_power, (met, _) = own_power, self.now
+            met, _ = self.now
             unknown = [each for each in met if each[0] is Kind.NO_RECORD]
             self.now = (unknown, numbers)
         if not unknown and (met or not is_derived):
@@ -393,7 +391,8 @@ class Follower(TorchDispatchMode):
         """Whether a gradient has the state of that of an operand."""
         state = Free(is_zero=True) if gradient is None else self.state(gradient)
         wanted = gradient_state(self.state(operand))
-        is_scaled = state.scale.unsure or wanted.scale.unsure or state.scale == wanted.scale
+        is_open = wanted.scale.unsure or (state.scale.unsure and self.own_powers is None)  # until powers are known
+        is_scaled = is_open or state.scale == wanted.scale
         if isinstance(state, Free) and not isinstance(wanted, Free):
             is_alike = isinstance(wanted, ByRow) and not differs(state, wanted.dim, wanted.inner, self.rows)
             return state.is_zero or (is_alike and is_scaled)
@@ -516,7 +515,7 @@ class Follower(TorchDispatchMode):
         is_lost = any(isinstance(state, ByRow | OneRow) and state.scale not in before for state in states)
         is_read = set(counted) != {ONE} and all(state.scale == ONE for state in states)
         several = rule not in _BY_SCALE and len({scale for t, scale in given if t.is_floating_point()}) > 1
-        if self.own_power is not None and ((counted and is_read) or (before and is_lost) or several):
+        if self.own_powers is not None and ((counted and is_read) or (before and is_lost) or several):
             self.note(Kind.ROW_COUNT)
 
     def _effect_of(self, call: RowCall) -> RowState | list[RowState]:
@@ -593,10 +592,6 @@ def has_own_backward(node: fx.Node) -> bool:
     """Whether a node calls an autograd function, whose backward is whatever its class says."""
     kind = getattr(node.target, "__self__", None)
     return isinstance(kind, type) and issubclass(kind, torch.autograd.Function) and not node.meta["no_grad"]
-
-
-def _power_at(powers: Sequence[float | None], place: int) -> float | None:
-    return powers[place] if place < len(powers) else None
 
 
 def power_of(first: float, second: float, ratio: float) -> float | None:

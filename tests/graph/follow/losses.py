@@ -67,6 +67,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "by the norm of all": lambda g: g / g.norm(),
     "of other rows": lambda g: g.flip(0),
     "times rows": lambda g: g * len(g),
+    "by the root of rows": lambda g: g / len(g) ** 0.5,
 }
 
 
@@ -206,6 +207,7 @@ MEANS: dict[str, Loss] = {
     "picked": _picked,
     "gradient of each row by its norm": _gradient("each by its norm"),
     "gradient of each row bounded": _gradient("bounded"),
+    "gradient of a product": lambda model, h, y: F.cross_entropy(Changed.apply(2.0 * h, "negative"), y),
     "gradient that forward makes": lambda model, h, y: FusedLoss.apply(h, y),
     "gradient of a weight": lambda model, h, y: F.cross_entropy(OwnLinear.apply(h, model.layer.weight), y),
     "negative gradient of a weight": _gradient_of_weight("negative"),
@@ -291,6 +293,7 @@ COUPLED: dict[str, Loss] = {
     "gradient by the norm of all": _gradient("by the norm of all"),
     "gradients of other rows": _gradient("of other rows"),
     "gradient times rows": _gradient("times rows"),
+    "gradient by the root of rows": _gradient("by the root of rows"),
     "gradient of a weight bounded": _gradient_of_weight("bounded"),
     "gradient by how often a row of a table is read": _looked_up,
     "gradient by how often bags read it": _bags,
