@@ -166,8 +166,8 @@ def main() -> None:
             began_s = time.time()
             if fault == "ssd":
                 os.posix_fallocate = no_room
-            if fault == "slowed":  # its generated file calls this
-                usual = torch.tanh
+            if fault == "slowed":  # its generated file calls this, once it has been looked at
+                _, usual = job.driver, torch.tanh
                 torch.tanh = lambda x: (time.sleep(0.01), usual(x))[1]  # type: ignore[assignment]
             try:
                 train(job, options, fault, found["losses"])  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def test_killed_runs_go_on_from_the_last_checkpoint(clip: str, tmp_path: Path) -
     left = 0
     with KilledRuns(tmp_path, SCRIPT, strategy, str(disk)) as script:
         for _ in range(runs):
-            script.killed_after("folders", 1, when.uniform(0.0, 0.3))
+            script.killed_after("folders", 1, when.uniform(0.0, 1.0))
             left += poison(disk)
     rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert left >= runs and [row[1] for row in rows if row[0] == "folders"] == ["1"] * runs
