@@ -169,11 +169,11 @@ def _source_of(thing: Any) -> str | None:
     does from 3.13 on for a class that `exec` made."""
     try:
         source = textwrap.dedent(inspect.getsource(thing))
-        first = ast.parse(source).body[0]
+        found = ast.parse(source).body
     except (OSError, TypeError, SyntaxError):
         return None
-    is_its = isinstance(first, ast.ClassDef | ast.FunctionDef) and first.name == thing.__name__
-    return source if is_its else None
+    names = [each.name for each in found if isinstance(each, ast.ClassDef | ast.FunctionDef)]
+    return source if names == [thing.__name__] else None
 
 
 @functools.cache

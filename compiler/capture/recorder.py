@@ -123,6 +123,7 @@ class Recorder(GraphWriter):
         self.draws: DrawWatch | None = None  # watches the custom function being recorded
         self.batched_nodes: set[fx.Node] = set()  # those of the calls inside of the torch.vmap that runs
         self.prologue = PrologueNodes(self.values, self.lines)
+        self.viewed: set[int] = set()  # the ids of values in place of tensors that became views of themselves
         self.coordinates = Coordinates()
         self.chosen = ChosenRows(self)
 
@@ -339,27 +340,41 @@ class Recorder(GraphWriter):
         """A tensor becomes a view of itself. What is recorded is the view; what the tensor was before keeps its shape,
         of which forward asks again when it is called once more."""
         tensor: torch.Tensor = args[0]
-        before = self.node_of.get(id(tensor))
-        if before is None or before.op in ("placeholder", "get_attr"):
-            name = self.held.names.get(id(tensor)) if before is None else before.target
-            whose = "a tensor of the model" if name is None else repr(name)
+        if not self.is_again:
+            self._require_own(func, tensor)
+        view = self.on_function(_VIEWS[func], args, kwargs)
+        with DisableTorchFunction():
+            if not self.is_again:
+                kept = self._again(tensor)
+                self.viewed.add(id(kept))
+                self._replace(tensor, kept)
+            self.run(func, args, kwargs)
+        if not self.is_again:
+            self._replace(view, tensor)
+        self.alive += [tensor, view]
+        self.node_of[id(tensor)] = self.node_of[id(view)]
+        self.know_as(tensor, view)
+        return tensor
+
+    def _require_own(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
+        """Raise CaptureError where the next call of forward would find a tensor with another shape."""
+        node = self.node_of.get(id(tensor))
+        if node is None or node.op in ("placeholder", "get_attr"):
+            names = self.held.names.get(id(tensor), ()) if node is None else (node.target,)
+            whose = next(map(repr, names), "a tensor of the model")
             raise CaptureError(
                 f"{self.lines.where()}\n  {func.__name__} changes the shape of {whose} in place, and so for the next "
                 f"call, too: take the view instead, as in x = x.{_VIEWS[func].__name__}(...)"
             )
-        view = self.on_function(_VIEWS[func], args, kwargs)
-        with DisableTorchFunction():
-            self._replace(before.graph, tensor, self._again(tensor))
-            self.run(func, args, kwargs)
-        self.alive += [tensor, view]
-        self.node_of[id(tensor)] = self.node_of[id(view)]
-        self._replace(before.graph, view, tensor)
-        return tensor
 
-    def _replace(self, graph: fx.Graph, old: torch.Tensor, new: torch.Tensor) -> None:
+    def know_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Know of a tensor what is known of another."""
+        self.values.know_as(tensor, other)
+
+    def _replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Let the nodes whose value, or one of their values, is a tensor hold another one."""
-        self.values.know_as(new, old)
-        for node in graph.nodes:
+        self.know_as(new, old)
+        for node in self.graph.nodes:
             if any(tensor is old for tensor in value_tensors(node.meta.get("val"))):
                 node.meta["val"] = tree_map_only(torch.Tensor, lambda t: new if t is old else t, node.meta["val"])
                 rows = self.items.get(node, [])

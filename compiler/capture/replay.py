@@ -16,7 +16,7 @@ from torch import fx
 from ...graph.edit import evaluation_of, set_evaluation
 from ...graph.opgraph import value_tensors
 from ...ir.calls import function_name
-from ...runtime.torch_names import set_grad_enabled
+from ...runtime.torch_names import DisableTorchFunction, set_grad_enabled, tree_map_only
 from .calls import RecordedCall
 from .recorder import Recorder
 from .rows.sizes import NumberSlot, SizeSlot, plain
@@ -42,7 +42,7 @@ class Replay(Recorder):
         self.recorded, self.unused, self.passed = recorded, unused.union(passed), passed
         self.attributes, self.constant_of = recorded.attributes, recorded.constant_of
         self.items, self.sizes, self.lines = recorded.items, recorded.sizes, recorded.lines
-        self.calls, self.values = recorded.calls, recorded.values
+        self.calls, self.values, self.viewed = recorded.calls, recorded.values, recorded.viewed
         self.placeholders = {n.target: n for n in recorded.graph.nodes if n.op == "placeholder"}
         self.rows = recorded.rows
         self.position = 0
@@ -93,7 +93,16 @@ class Replay(Recorder):
             if node in step.meta["mutates"] and node.meta["val"] is result:  # `x.add_(1)` returns the x of this run
                 result = tensor
         self.bind(step, result)
-        return result
+        return tree_map_only(torch.Tensor, self._own, result) if self.viewed else result
+
+    def _own(self, recorded: torch.Tensor) -> torch.Tensor:
+        """A tensor that forward makes a view of itself is handed as another one: what is recorded keeps its shape."""
+        if id(recorded) not in self.viewed:
+            return recorded
+        with DisableTorchFunction():
+            own = self._again(recorded)
+        self.know_as(own, recorded)
+        return own
 
     def _is_kept(self, result: Any, touched: list[tuple[fx.Node, torch.Tensor, int]]) -> bool:
         """Whether a call that is not recorded gives back what was there."""

@@ -88,7 +88,7 @@ def test_a_closure_is_refused() -> None:
         Imports().function(Closed.apply)
 
 
-@pytest.mark.parametrize("other", [None, "import torch\n", "class Other:\n    pass\n", "    return 1\n"])
+@pytest.mark.parametrize("other", [None, "import torch\n", "class Other:\n    pass\n", "    return 1\n", "# text\n"])
 def test_code_without_source_is_refused(other: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.13 gives other lines of the file for a class without source."""
     if other is not None:

@@ -127,6 +127,11 @@ class PrologueReplay(Replay):
         self._fake_of[id(value)] = fake
         self.values.know(fake, value, of_batch=True)
 
+    def know_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        super().know_as(tensor, other)
+        if self.values.knows(tensor):
+            self._fake_of[id(self.values.value(tensor))] = tensor
+
     def finish(self, outputs: dict[str, torch.Tensor], expected: dict[str, fx.Node]) -> None:
         made = {name for name, node in expected.items() if self.recorded.prologue.is_made(node)}
         if not all(self._alike(self.node_of.get(id(outputs.get(name))), expected[name]) for name in made):

@@ -51,6 +51,8 @@ class KnownValues:
     def know_as(self, fake: torch.Tensor, other: torch.Tensor) -> None:
         """Know of a tensor what is known of another."""
         self._of.pop(id(fake), None)
+        if id(other) in self._once:
+            self._once[id(fake)] = fake, self._once[id(other)][1]
         if id(other) in self._of:
             self.know(fake, self._of[id(other)], id(other) in self.of_batch)
 

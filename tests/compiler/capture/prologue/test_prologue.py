@@ -332,6 +332,43 @@ def test_an_input_that_is_changed_in_place_before_it_is_read() -> None:
         assert_trains_like_eager(job, batches)
 
 
+def _count_in_parts(lengths: Tensor) -> Tensor:
+    first, second = (lengths + 0).chunk(2)
+    return torch.maximum(first.unsqueeze_(1).max(), second.unsqueeze_(1).max())
+
+
+COUNTS: dict[str, Any] = {
+    "read": lambda lengths: lengths.unsqueeze_(0).max(),
+    "back": lambda lengths: lengths.unsqueeze_(0).squeeze_(0).max(),
+    "written": lambda lengths: lengths.unsqueeze_(0).add_(1).t_().max() - 1,
+    "in parts": _count_in_parts,
+}
+
+
+class Counting(nn.Module):
+    """Lengths that become views of themselves before forward reads them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(6, 6), kind
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        most = int(COUNTS[self.kind](lengths.clone()))
+        return self.linear(x)[:, :most].square().mean()
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_views_in_place_of_what_is_read(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Counting(kind)
+    batches = [{"x": torch.randn(4, 6), "lengths": torch.tensor([most, 2, 1, most])} for most in (3, 5, 4)]
+    options: dict[str, Any] = {"micro_batches": 1, "strategy": "balanced", "optimizer": partial(torch.optim.SGD, lr=0)}
+    expected = [model(**batch).detach() for batch in batches]
+    with penstock.compile(model, penstock.Hardware.cpu(1), example_inputs=batches[0], **options) as job:
+        found = [job.step(batch) for batch in batches]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected))
+
+
 class Config:
     """As transformers' configurations: models keep a cache of keys unless it says no."""
 
