@@ -3,6 +3,8 @@
 Each value gets the lowest place that is free and large enough (first fit). Where that leaves gaps, values are placed at
 the two ends of the block in turn, if this takes less: while weights come for one stage at one end, those of the stage
 before it are in use at the other, and what leaves makes room for the next but one, however unlike their sizes are.
+Where neither will do, as where sums of gradients come one by one between weights and stay, the largest values are placed
+first.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from bisect import bisect_left
 from collections.abc import Hashable
 from functools import cached_property
 from typing import NamedTuple
+
+
+MOST_MEETINGS = 1 << 18  # pairs of values that are there together, beyond which placing the largest first takes long
 
 
 class Coming(NamedTuple):
@@ -53,9 +58,10 @@ class ArenaPlaces:
     def offsets(self) -> ArenaOffsets:
         """The places; no value comes or goes after they were asked for."""
         lowest, least_bytes = self._lowest()
-        if lowest.bytes > least_bytes:
-            return self._from_both_ends(least_bytes) or lowest
-        return lowest
+        if lowest.bytes == least_bytes:
+            return lowest
+        found = self._from_both_ends(least_bytes) or self._largest_first()
+        return lowest if found is None or found.bytes >= lowest.bytes else found
 
     def _lowest(self) -> tuple[ArenaOffsets, int]:
         """Places by first fit; and the bytes of all values that are there at once, at most."""
@@ -89,6 +95,32 @@ class ArenaPlaces:
                 return None
             offsets[event.key] = offset
         return ArenaOffsets(offsets, num_bytes)
+
+
+    def _largest_first(self) -> ArenaOffsets | None:
+        """Lowest places, the largest value placed first; None where too many values are there together."""
+        sizes, meets, num_meetings = dict[Hashable, int](), dict[Hashable, list[Hashable]](), 0
+        live: set[Hashable] = set()
+        for event in self._events:
+            if not isinstance(event, Coming):
+                live.discard(event)
+                continue
+            num_meetings += len(live)
+            if num_meetings > MOST_MEETINGS:
+                return None
+            sizes[event.key], meets[event.key] = event.num_bytes, [*live]
+            for other in live:
+                meets[other].append(event.key)
+            live.add(event.key)
+        offsets: dict[Hashable, int] = {}
+        for key in sorted(sizes, key=lambda key: -sizes[key]):
+            offset = 0
+            for start, end in sorted((offsets[o], offsets[o] + sizes[o]) for o in meets[key] if o in offsets):
+                if start - offset >= sizes[key]:
+                    break
+                offset = max(offset, end)
+            offsets[key] = offset
+        return ArenaOffsets(offsets, max((offset + sizes[key] for key, offset in offsets.items()), default=0))
 
 
 class FreeRoom:

@@ -110,3 +110,33 @@ def test_equal_values_lie_as_low_as_they_can() -> None:
 def test_what_is_fetched_in_two_parts_lies_together() -> None:
     sizes = [9, 6, 12, 3, 9]
     assert chain(sizes, parts=True).bytes == max(max(a + b // 3, b) for a, b in pairwise(sizes))
+
+
+def sums_between_weights(layers: int, micro_batches: int) -> ArenaPlaces:
+    """Weights of tables, layers and a head come one stage ahead for the forwards of a micro-batch and, the last ones
+    first, for its backwards. After a stage's first backward comes its sum, which stays; what is added to that later has
+    room for a moment."""
+    widths = [60, 1, 2, *[200] * layers, 20, 1]
+    places, turns = ArenaPlaces(1), [*range(len(widths)), *reversed(range(len(widths)))] * micro_batches
+    for now, stage in enumerate(turns):
+        places.take(("weights", now), widths[stage])
+        if now > 0:
+            places.give(("weights", now - 1))
+            before = turns[now - 1]
+            if now % (2 * len(widths)) > len(widths):
+                if now < 2 * len(widths):
+                    places.take(("sum", before), widths[before] // 20)
+                places.take(("room", now), widths[before] // 20)
+                places.give(("room", now))
+    return places
+
+
+@pytest.mark.parametrize("layers", [4, 20])
+def test_sums_that_come_between_weights_leave_no_gaps(layers: int) -> None:
+    """With a second micro-batch, values that stay make first fit and both ends leave room for half a layer or more."""
+    assert sums_between_weights(layers, 2).bytes == 401 + 10 * layers
+
+
+def test_where_many_values_are_there_together_the_first_fit_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.ir.program.places.MOST_MEETINGS", 3)
+    assert sums_between_weights(20, 2).bytes == 641

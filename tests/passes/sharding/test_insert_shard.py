@@ -45,7 +45,7 @@ def test_memory_decides_where_shards_lie_and_what_stays_whole() -> None:
             profile_memory(draft.programs[0]).peak_bytes[ops.DEVICE] <= Hardware.cpu(1, memory).devices[0].budget_bytes
         )
         assert bool(decisions["fetch"]) == (made.tier == "dram")
-    assert seen == [("device", 2, 7), ("device", 2, 1), ("dram", 2, 2), ("dram", 1, 1), ("dram", 0, 1)]
+    assert seen == [("device", 2, 7), ("device", 2, 1), ("dram", 2, 3), ("dram", 1, 1), ("dram", 0, 1)]
 
 
 def test_what_is_held_is_gathered_once() -> None:
