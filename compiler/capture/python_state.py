@@ -7,12 +7,13 @@ draw is made once for ever. In: a model, before and after a forward. Out: what h
 
 from __future__ import annotations
 
+import dis
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,22 @@ def values_of(function: Callable[..., Any]) -> State:
     inner = getattr(function, "__func__", function)
     cells = {name: cell.cell_contents for name, cell in _cells(inner)}
     code = getattr(inner, "__code__", None)
-    cells |= {name: inner.__globals__[name] for name in (code.co_names if code else ()) if name in inner.__globals__}
+    names = global_names(code) if code else ()
+    cells |= {name: inner.__globals__[name] for name in names if name in inner.__globals__}
     owner = getattr(function, "__self__", function)
     if owner is not function or code is None:
         cells |= {f"self.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
     numbers = {name: float(v) for name, v in cells.items() if isinstance(v, torch.Tensor) and _is_number(v)}
     walk = _Walk()
     return {("", name): walk.plain(value, _DEPTH) for name, value in (cells | numbers).items()}
+
+
+@cache
+def global_names(code: CodeType) -> frozenset[str]:
+    """The names of the globals that some code reads, and the functions in it; `co_names` has attributes, too, which may
+    be called as some global is that the script changes."""
+    inner = [global_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL").union(*inner)
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

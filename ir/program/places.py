@@ -3,7 +3,7 @@
 Each value gets the lowest place that is free and large enough (first fit). Where that leaves gaps, values are placed at
 the two ends of the block in turn, if this takes less: while weights come for one stage at one end, those of the stage
 before it are in use at the other, and what leaves makes room for the next but one, however unlike their sizes are.
-Where neither will do, as where sums of gradients come one by one between weights and stay, the largest values are placed
+Where neither will do, as where sums of gradients come one by one between weights and stay, the largest values come
 first.
 """
 
@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Hashable
 from functools import cached_property
 from typing import NamedTuple
-
 
 MOST_MEETINGS = 1 << 18  # pairs of values that are there together, beyond which placing the largest first takes long
 

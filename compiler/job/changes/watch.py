@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...capture.python_state import global_names
 from ...stale import is_mark
 
 _DEPTH = 3  # of containers and objects
@@ -140,7 +141,7 @@ class PythonValues:
             return
         where, names = f"in {plain.__qualname__}", set(plain.__code__.co_names)
         self._names |= names
-        used = names & plain.__globals__.keys()
+        used = global_names(plain.__code__) & plain.__globals__.keys()
         self._note(where, plain.__globals__, used)
         cells = plain.__closure__ or ()
         self._add(where, partial(_contents, cells), plain.__code__.co_freevars)
