@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.errors import PenstockError
-from ..runtime.children import start_module
+from ..runtime.children import end_with_parent, start_module
 from .report import FACTORS, KINDS, PAPERS, markdown_table, reason, reproduce, to_stderr, write
 from .rule import DERIVED, DIFFERS, FITTED, MEASURED, Changed, FigureRow, Tally
 
@@ -140,4 +140,5 @@ def _differences(page: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 
 
 if __name__ == "__main__":
+    end_with_parent()  # half an hour of a core would go on for nobody
     print(json.dumps([str(path) for path in _one(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])]))

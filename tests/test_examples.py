@@ -130,7 +130,7 @@ def test_a_state_four_times_the_dram_trains_from_ssd(script: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_more_disks_are_faster_and_what_does_not_fit_is_said(script: Path) -> None:
     example = importlib.import_module("choose_disks")
-    options = ["--model", "gpt2-xl", "--hardware", "rtx4090x1", "--dram", "12GB", "--batch", "4"]
+    options = ["--model", "gpt2-xl", "--hardware", "rtx4090x1", "--dram", "2GB", "--batch", "4"]
     table = example.main([*options, "--ssds", "0", "1", "2"])
     steps = list(table.columns[1].cells)
     assert steps[0] == "does not fit" and float(table.columns[2]._cells[2]) >= float(table.columns[2]._cells[1])

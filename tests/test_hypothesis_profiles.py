@@ -32,7 +32,7 @@ def draw(folder: Path, *arguments: str) -> list[str]:
 @pytest.mark.slow
 def test_the_same_examples_are_tried_again(tmp_path: Path) -> None:
     first = draw(tmp_path)
-    assert len(first) == 10 and draw(tmp_path) == first
+    assert len(first) == 20 and draw(tmp_path) == first
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.children import import_environment
+from penstock.runtime.children import import_environment, start_python
+from penstock.tests.runtime.processes.test_worker_faults import eventually, is_running
 
 ROOT = Path(__file__).parents[2]
 STARTERS = {"children.py", "scratch.py"}  # the second's keeper runs with -I -S, and imports nothing of ours
@@ -46,6 +47,22 @@ def test_children_import_nothing_from_the_current_directory(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "CANARY").exists()
+
+
+def test_a_child_may_end_with_its_parent() -> None:
+    child = "import os, time; from penstock.runtime.children import end_with_parent; end_with_parent()"
+    child += "; print(os.getpid(), flush=True); time.sleep(100)"
+    parent = start_python(
+        f"from penstock.runtime.children import start_python; start_python({child!r}).wait()",
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    number = int(parent.stdout.readline())
+    assert is_running(number)
+    parent.kill()
+    parent.wait()
+    assert eventually(lambda: not is_running(number), timeout_s=30)
 
 
 @pytest.mark.parametrize("room", ["runtime", "compiler", "cli", "papers", "training", "data", "integrations"])
