@@ -57,11 +57,14 @@ def _refusal(call: str) -> PlanError:
 class Outputs(dict[str, Tensor]):
     """Results by name, also as attributes: `out.loss`, `out["logits"]`."""
 
+    def __missing__(self, name: object) -> Tensor:
+        raise KeyError(f"no output {name!r}; there are {', '.join(self)}")
+
     def __getattr__(self, name: str) -> Tensor:
         try:
             return self[name]
-        except KeyError:
-            raise AttributeError(f"no output {name!r}; there are {', '.join(self)}") from None
+        except KeyError as error:
+            raise AttributeError(*error.args) from None
 
 
 def join(values: list[Tensor]) -> Any:

@@ -90,6 +90,8 @@ def test_evaluate_gives_loss_and_outputs_of_the_whole_batch_and_trains_nothing()
         assert_close(job.evaluate(batch, outputs=False), {"loss": out.loss}, 0.0)
         with pytest.raises(AttributeError, match="logits"):
             out.hidden_states  # noqa: B018
+        with pytest.raises(KeyError, match="no output 1; there are loss, logits"):
+            out[1]  # type: ignore[index]
         before = job.state_dict()
         job.evaluate(batch)
         assert_close(job.state_dict(), before, 0.0)
