@@ -359,7 +359,8 @@ class _Run:
             said = f"the last checkpoint is in {self.checkpoint}; the same command with --resume goes on from it"
             self.screen.print(said, soft_wrap=True)
         elif self.result.losses:
-            self.screen.print("nothing was saved yet; --save-every STEPS makes checkpoints to resume from")
+            advice = "" if self.options.save_every else "; --save-every STEPS makes checkpoints to resume from"
+            self.screen.print(f"nothing was saved yet{advice}")
 
 
 def _tokens_of_a_row(batch: Any) -> int:

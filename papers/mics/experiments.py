@@ -119,8 +119,8 @@ class Mics(Experiments):
     factors = {
         f"{STEP_SHARES[V100]:.1%} of the rates on p3dn": "a free number for both systems alike, of computation and "
         "collectives, fitted to the 42% of figure 9; it changes no ratio",
-        f"{STEP_SHARES[A100]:.0%} of the rates on p4d": "fitted to nothing: TFLOPS of section 5.1.5 are those of "
-        "publicly measured products",
+        f"{STEP_SHARES[A100]:.1%} of the rates on p4d": "the same, fitted to the 179 TFLOPS of 52B on 128 "
+        "GPUs (section 5.1.5)",
     }
     models: Mapping[str, MicsModel] = {
         "BERT 10B": MicsModel("mics-bert-10b", 8),
@@ -278,9 +278,9 @@ class Mics(Experiments):
             "activations between layers": "in fp16, as all that a GPU keeps of a micro-batch for its recomputation",
             "TFLOPS": "the paper's formula, which counts recomputation: 96 T l L h^2 (1 + l / 6h + V / 16Lh); three "
             "quarters of them are useful work. 'Computation alone' has the seconds that a GPU computes under it",
-            "whole steps": "on p3dn all parts of a step, computation and collectives alike, at "
-            f"{STEP_SHARES[V100]:.1%} of the rates above: fitted once, to the 42% of figure 9, taken for 16 GPUs; it "
-            "changes no ratio",
+            "whole steps": "all parts of a step, computation and collectives alike, at "
+            f"{STEP_SHARES[V100]:.1%} of the rates above on p3dn: fitted once, to the 42% of figure 9, taken for 16 "
+            f"GPUs; and at {STEP_SHARES[A100]:.1%} on p4d, fitted to the 179 TFLOPS of 52B; it changes no ratio",
             MICS.name: f"`{MICS.line(8)}`",
             DEEPSPEED.name: "ZeRO-3: all GPUs in one group, plain gathers, each layer gathered when it is due, as its "
             "streams wait for each other and its decisions are made on the fly (section 4). Its sums are scattered; "

@@ -17,10 +17,14 @@ GPUS = 8  # of a host
 FEW_HOSTS = WRITTEN_OUT // GPUS + 1
 FEW = 2  # the number of micro-batches of a lane that are simulated
 V100, A100 = "mics-p3dn", "mics-p4d"
-# What whole steps on p3dn reach of what their calls and collectives reach alone, at which they are simulated: fitted
-# once, to the 42% of a V100's peak that BERT 10B has (section 5.1.1), taken for 16 GPUs.
-STEP_SHARES = {V100: 0.7075, A100: 1.0}
-STEP_FITTED = {"fig9: BERT 10B, 16 GPUs, MiCS, TFLOPS a GPU (42% of 125)": "what whole steps reach"}
+# What whole steps reach of what their calls and collectives reach alone, at which they are simulated: fitted once for
+# each machine, to the 42% of a V100's peak that BERT 10B has (section 5.1.1), taken for 16 GPUs, and to the 179 TFLOPS
+# of 52B on 128 A100 (section 5.1.5).
+STEP_SHARES = {V100: 0.7075, A100: 0.7925}
+STEP_FITTED = {
+    "fig9: BERT 10B, 16 GPUs, MiCS, TFLOPS a GPU (42% of 125)": "what whole steps reach on p3dn",
+    "huge: 52B, 128 GPUs, MiCS, TFLOPS a GPU": "what whole steps reach on p4d",
+}
 # The inputs of all stages are held for one micro-batch at a time, not for all micro-batches.
 START = "coarsen, mesh{{shards={shards}}}, partition-min-stage{{inputs_leave=true}}, map-round-robin, schedule-1f1b, "
 

@@ -30,7 +30,7 @@ GPIPE = "gpipe"
 # range, taken for 15B, the model of its figure 2: 5.1x where four GPUs share a root complex, and 3.8x where two do, as
 # the gain grows with contention. `SHARE`: of the rates at which the GPUs' calls were measured. `STAGED`: bytes/s of one
 # GPU's messages, which are copied through DRAM without P2P.
-SHARE, STAGED = 0.243, 5.0e9
+SHARE, STAGED = 0.271, 5.25e9
 FITTED = {
     "fig5: all models and topologies": "of 15B: the rate at which the framework computes, to the highest; that of "
     "messages between GPUs through DRAM, to the lowest",
