@@ -8,7 +8,11 @@ trained. A draw of `torch.rand` that is compared with a bound outside of its num
 
 from __future__ import annotations
 
+import ast
 import dis
+import itertools
+import linecache
+import sys
 from types import FrameType
 from typing import Any
 
@@ -25,10 +29,11 @@ ANSWERS = {("==", 0): False, ("!=", 0): True, (">", 0): True, (">=", 1): True, (
 
 def answer_without_error(frame: FrameType) -> tuple[bool, str] | None:
     """The answer after which the frame need not raise, and the name of the error after the other one. None if none or
-    both can go on."""
-    code = _Code(frame)
-    place = code.place_of[frame.f_lasti]
-    errors = {answer: code.error_after(place, answer) for answer in (True, False)}
+    both can go on. Where the frame returns the answer, its caller need not raise."""
+    code, negated = _Code(frame), False
+    while (negates := code.negates_result(code.here)) is not None and (caller := _caller(frame)) is not None:
+        code, frame, negated = _Code(caller), caller, negated ^ negates
+    errors = {answer: code.error_after(code.here, answer ^ negated) for answer in (True, False)}
     raising = [answer for answer, error in errors.items() if error is not None]
     return (not raising[0], str(errors[raising[0]])) if len(raising) == 1 else None
 
@@ -61,16 +66,39 @@ def span_of_branch(frame: FrameType, answer: bool) -> range | None:
     """The instructions that a frame runs only after this answer to a question: up to where both ways meet, or to the
     end of the turn of a loop. None where the other way does anything else, or this one leaves by another way."""
     code = _Code(frame)
-    return code.span(code.place_of[frame.f_lasti], answer)
+    return code.span(code.here, answer)
 
 
 def answer_about_length(frame: FrameType) -> bool | None:
     """The answer of a branch on `len(...)`, which a frame calls, where that is not 0; None where it asks more."""
     code = _Code(frame)
-    _, place, compared = code.question(code.place_of[frame.f_lasti])
+    _, place, compared = code.question(code.here)
     if compared is None:
         return True if place is not None else None
     return ANSWERS.get(compared)
+
+
+def _caller(frame: FrameType) -> FrameType | None:
+    """The frame that calls a function by its name; None where another function, such as `map`, does, and where source
+    or Python (before 3.11) does not tell."""
+    caller = frame.f_back
+    if caller is None or sys.version_info < (3, 11):
+        return None
+    first, last, begin, end = next(itertools.islice(caller.f_code.co_positions(), caller.f_lasti // 2, None))
+    if first is None or last is None:
+        return None
+    lines = [line.encode() for line in linecache.getlines(caller.f_code.co_filename)[first - 1 : last]]
+    if not lines:
+        return None
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    try:
+        called = ast.parse(b"".join(lines), mode="eval").body
+    except SyntaxError:
+        return None
+    function = called.func if isinstance(called, ast.Call) else None
+    name = getattr(function, "id", getattr(function, "attr", None))
+    return caller if name == frame.f_code.co_name else None
 
 
 def _is_error(value: object) -> bool:
@@ -78,7 +106,7 @@ def _is_error(value: object) -> bool:
 
 
 class _Code:
-    """The instructions of a function."""
+    """The instructions of a function; `here`: the one that runs."""
 
     def __init__(self, frame: FrameType):
         code, self.names = frame.f_code, {**frame.f_builtins, **frame.f_globals}
@@ -88,6 +116,10 @@ class _Code:
             self.place_of[each.offset] = len(self.all)
             if each.opname not in ("CACHE", "EXTENDED_ARG"):
                 self.all.append(each)
+        now = frame.f_lasti
+        while now not in self.place_of:  # of an instruction that calls, one of its caches
+            now -= 2
+        self.here = self.place_of[now]
         entries = getattr(dis.Bytecode(code), "exception_entries", ())  # of Python 3.11 and later
         self.caught = [range(e.start, e.end) for e in entries if not self._is_with(self.place_of[e.target])]
 
@@ -107,6 +139,17 @@ class _Code:
     def question(self, place: int) -> tuple[bool, int | None, tuple[str, Any] | None]:
         """Whether what this instruction gives, or a comparison of it with a number, is negated, the jump by it, and the
         comparison. None where there is no jump."""
+        flips, end, compared = self._truth(place)
+        is_jump = any(way in self.all[end].opname for way in ("IF_TRUE", "IF_FALSE"))
+        return flips, end if is_jump else None, compared
+
+    def negates_result(self, place: int) -> bool | None:
+        """Whether the function returns what this instruction gives negated; None where it returns something else."""
+        flips, end, compared = self._truth(place)
+        return flips if self.all[end].opname == "RETURN_VALUE" and compared is None else None
+
+    def _truth(self, place: int) -> tuple[bool, int, tuple[str, Any] | None]:
+        """As `question`, with the instruction that takes the answer."""
         flips, compared = False, None
         while "CALL" in self.all[place].opname:
             place += 1
@@ -117,8 +160,7 @@ class _Code:
         while self.all[place].opname in ("UNARY_NOT", "TO_BOOL"):
             flips ^= self.all[place].opname == "UNARY_NOT"
             place += 1
-        is_jump = any(way in self.all[place].opname for way in ("IF_TRUE", "IF_FALSE"))
-        return flips, place if is_jump else None, compared
+        return flips, place, compared
 
     def span(self, place: int, answer: bool) -> range | None:
         """The offsets of the instructions that are left out after the other answer."""

@@ -72,12 +72,24 @@ def test_a_check_of_sizes_fails_while_capturing() -> None:
         trace(Checked(), {"x": torch.zeros(4, 3), "kept": torch.ones(4, dtype=torch.bool)})
 
 
+def is_large(x: Tensor) -> bool:
+    return bool((x > 100).any())
+
+
+def is_small(x: Tensor) -> bool:
+    return not is_large(x)
+
+
 def checks_by_branches(x: Tensor, h: Tensor) -> Tensor:
     if (x > 100).any():
         raise ValueError(f"found {x.max().item()}")
     if not (x < 100).all():
         raise ValueError
     assert (x < 100).all(), "too large"
+    if is_large(x):
+        raise ValueError
+    if not is_small(x):
+        raise ValueError
     if x.isnan().any() or x.min() < -100:
         raise TypeError("wrong")
     if not torch.isfinite(h).all():
@@ -104,7 +116,7 @@ class ByBranches(Checked):
 def test_branches_of_which_one_way_raises_are_checks() -> None:
     model, batch = ByBranches(), batch_of()
     graph = trace(model, batch)
-    assert sum(map(is_check, graph.nodes)) == 9 and graph.eval_error is None
+    assert sum(map(is_check, graph.nodes)) == 11 and graph.eval_error is None
     found = graph.module(**batch)["loss"]
     assert found == model(**batch)
     with pytest.raises(RuntimeError, match=r"ValueError in test_checks\.py:\d+: if \(x > 100\)\.any"):
@@ -151,6 +163,16 @@ def goes_on_later(x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+def asks_by_another(x: Tensor, h: Tensor) -> Tensor:
+    if sum(map(is_large, x)) > 1:
+        raise ValueError
+    return h
+
+
+def goes_on_by_a_function(x: Tensor, h: Tensor) -> Tensor:
+    return h * 2 if is_large(x) else h
+
+
 def goes_on(x: Tensor, h: Tensor) -> Tensor:
     return h * 2 if (x > 100).any() else h
 
@@ -161,7 +183,7 @@ def repeats(x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("branch", [catches, goes_on_later, goes_on, repeats])
+@pytest.mark.parametrize("branch", [catches, goes_on_later, goes_on, asks_by_another, goes_on_by_a_function, repeats])
 def test_a_branch_that_may_go_on_either_way_is_refused(branch: Any) -> None:
     class Branching(Checked):
         def forward(self, x: Tensor, kept: Tensor) -> Tensor:
