@@ -66,8 +66,8 @@ def values_of(function: Callable[..., Any]) -> State:
 
 @cache
 def global_names(code: CodeType) -> frozenset[str]:
-    """The names of the globals that some code reads, and the functions in it; `co_names` has attributes, too, which may
-    be called as some global is that the script changes."""
+    """The names of the globals that a function reads, and the functions inside it. `co_names` also has attributes,
+    whose names a script may use for globals."""
     inner = [global_names(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL").union(*inner)
 

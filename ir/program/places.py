@@ -95,7 +95,6 @@ class ArenaPlaces:
             offsets[event.key] = offset
         return ArenaOffsets(offsets, num_bytes)
 
-
     def _largest_first(self) -> ArenaOffsets | None:
         """Lowest places, the largest value placed first; None where too many values are there together."""
         sizes, meets, num_meetings = dict[Hashable, int](), dict[Hashable, list[Hashable]](), 0

@@ -29,7 +29,7 @@ ANSWERS = {("==", 0): False, ("!=", 0): True, (">", 0): True, (">=", 1): True, (
 
 def answer_without_error(frame: FrameType) -> tuple[bool, str] | None:
     """The answer after which the frame need not raise, and the name of the error after the other one. None if none or
-    both can go on. Where the frame returns the answer, its caller need not raise."""
+    both can go on. Where the frame returns the answer, the branch of its caller counts."""
     code, negated = _Code(frame), False
     while (negates := code.negates_result(code.here)) is not None and (caller := _caller(frame)) is not None:
         code, frame, negated = _Code(caller), caller, negated ^ negates
@@ -106,7 +106,7 @@ def _is_error(value: object) -> bool:
 
 
 class _Code:
-    """The instructions of a function; `here`: the one that runs."""
+    """The instructions of a function; `here`: the place of the instruction that runs."""
 
     def __init__(self, frame: FrameType):
         code, self.names = frame.f_code, {**frame.f_builtins, **frame.f_globals}
