@@ -35,7 +35,8 @@ CURRENT_MEMORY = (
 # Functions with answers that callers rely on. The rest of NVML says "not supported".
 ANSWERS = {
     "cudaGetDeviceCount": "*(int*)a = 0; return 100;",  # there is none, where the emulator does not answer itself
-    "cudnnGetVersion": "return 91900;", "cudnnGetCudartVersion": "return 13000;",
+    "cudnnGetVersion": "return 92600;", "cudnnGetCudartVersion": "return 13000;",
+    "cudnnGetProperty": "*(int*)b = a == 0 ? 9 : a == (void*)1 ? 26 : 0; return 0;",  # as cudnnGetVersion, in parts
     "cudnnGetMaxDeviceVersion": "return 13000;", "cudnnCreate": FIRST_IS_HANDLE,
     "nvrtcVersion": "*(int*)a = 13; *(int*)b = 0; return 0;",
     "cublasGetVersion_v2": "*(int*)b = 130000; return 0;", "cublasLtGetVersion": "return 130000;",

@@ -2,8 +2,9 @@
 
     without_gpu.py VENV
 
-Where torch looks for its libraries there are stubs, which say that there is no GPU, and its METADATA no longer requires
-the libraries, so that pip does not add them. Needs gcc, g++ and binutils. A build for CPUs stays as it is.
+Beside torch's own libraries there are stubs, which say that there is no GPU, and its METADATA no longer requires the
+libraries, so that pip does not add them. Another torch, such as the emulator's, does not find the stubs there. Needs
+gcc, g++ and binutils. A build for CPUs stays as it is.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ from pathlib import Path
 from libraries import DRIVER, NVML, link, wanted
 
 REQUIRES_CUDA = re.compile(r'^Requires-Dist: .*platform_system == "Linux".*\n', re.MULTILINE)
-LOOKED_UP = "nvidia/cu13/lib"  # by torch's libraries, from the folder of packages
 
 
 def take_out_cuda(packages: Path) -> None:
     """Replace CUDA's libraries for the torch in a folder of packages."""
-    if not (packages / "torch/lib/libtorch_cuda.so").exists():
+    libraries = packages / "torch/lib"
+    if not (libraries / "libtorch_cuda.so").exists():
         return
-    out = packages / LOOKED_UP
-    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        for library, symbols in wanted(packages / "torch/lib").items():
+        for library, symbols in wanted(libraries).items():
             if library not in (DRIVER, NVML):  # those are opened by name, where there is a GPU
                 link(library, symbols, [], set(), Path(work))
-                (out / library).write_bytes((Path(work) / library).read_bytes())
+                (libraries / library).write_bytes((Path(work) / library).read_bytes())
     (metadata,) = packages.glob("torch-*.dist-info/METADATA")
     metadata.write_text(REQUIRES_CUDA.sub("", metadata.read_text("utf-8")), "utf-8")
 
