@@ -1,9 +1,9 @@
 # Everything runs in .venv, which the first target that needs it creates. `make help` lists the targets.
 #
 #   PYTHON       interpreter that creates .venv                          python3
-#   TORCH        requirement that pip installs as PyTorch                torch==2.13.0
+#   TORCH        requirement that pip installs as PyTorch                torch==2.15.0
 #   TORCH_INDEX  package index for that one requirement                  pip's own
-#   TORCH_GPU    no: without the 5 GB of libraries that PyTorch's builds for CUDA require, for CPUs alone    yes
+#   TORCH_GPU    no: without the 5 GB of libraries that PyTorch's builds for CUDA require, for CPUs alone    yes beside a GPU
 #   PIP_ARGS     further arguments of every pip install                  none
 #   EXAMPLES     times the examples of property-based tests in slow      5
 #   PART         of slow: 3/10 runs the third of ten parts               1/1
@@ -15,9 +15,9 @@
 #
 # TORCH, TORCH_INDEX and TORCH_GPU count when .venv is created: `make clean` first to change them.
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= torch==2.15.0
 TORCH_INDEX ?=
-TORCH_GPU ?= yes
+TORCH_GPU ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),yes,no)
 PIP_ARGS ?=
 EXAMPLES ?= 5
 PART ?= 1/1
@@ -130,7 +130,7 @@ FROM_PYPI = PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= .venv
   install --no-compile $(PIP_ARGS) --quiet --index-url $(PYPI) --no-deps --upgrade --target
 
 $(EMULATED)/site/torch: | .venv/torch
-	$(FROM_PYPI) $(@D) torch==2.13.0
+	$(FROM_PYPI) $(@D) '$(TORCH)'
 
 $(EMULATED)/headers/nvidia: | .venv/torch
 	$(FROM_PYPI) $(@D) nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
@@ -152,7 +152,7 @@ gpu-emulated-core: install $(EMULATED)/built
 
 # Inductor's kernels for CUDA, which Triton interprets: a minute, and 700 MB of disk.
 $(EMULATED)/triton: | install
-	$(FROM_PYPI) $@ triton==3.7.1
+	$(FROM_PYPI) $@ triton==3.9.0
 
 gpu-emulated-kernels: install $(EMULATED)/built $(EMULATED)/triton
 	FAKECUDA_POISON=1 FAKECUDA_DELAY_US=500 TRITON_INTERPRET=1 PYTHONPATH='$(CURDIR)/$(EMULATED)/triton' \
@@ -165,7 +165,7 @@ bench: install
 # them; torchvision without its operators, which need CUDA.
 build/zoo/timm: | install
 	$(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS) --quiet --no-deps --target $(@D) \
-	  scipy timm torchvision==0.28.0
+	  scipy timm torchvision==0.29.2
 
 zoo: install build/zoo/timm
 	PYTHONPATH=build/zoo $(BIN)/python bench/zoo.py --only '$(ONLY)' --again $(AGAIN)
@@ -173,7 +173,7 @@ zoo: install build/zoo/timm
 # Libraries of other models lie there, too.
 build/zoo_others/diffusers: | install
 	$(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS) --quiet --no-deps --target $(@D) \
-	  diffusers timm torch_geometric torchvision==0.28.0
+	  diffusers timm torch_geometric torchvision==0.29.2
 
 zoo-others: install build/zoo_others/diffusers
 	PYTHONPATH=build/zoo_others $(BIN)/python bench/zoo.py --others --only '$(ONLY)' --again $(AGAIN)
