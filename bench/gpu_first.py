@@ -1,4 +1,4 @@
-"""The first hour on a real GPU: five calls of less than ten minutes each, and one row a figure, written at once.
+"""The first hour on a real GPU: six calls of less than ten minutes each, and one row a figure, written at once.
 
     1  probe     what the machine has; its rates; context and libraries, locked pages, copies both ways, what the host
                  pays for an instruction, AdamW, NCCL with one rank, and with two where there are two GPUs
@@ -7,6 +7,7 @@
                  at work, by torch's profiler, and snapshots of the allocator
     4  reservoir a model of 7 billion parameters on 24 GB, alone
     5  peers     "bf16-true" against FSDP2 with offload, ZeRO-Offload and ZeRO-Infinity: at 24 GB, then the whole card
+    6  several   where there are two GPUs or more: plans on all of them beside FSDP2 and torch.distributed.pipelining
 
 A call does the parts of the first call that has open ones. Their limits and its start add up to less than its ten
 minutes, so each of them is tried (bench/gpu/calls.py); in what they leave over it tries parts that failed in earlier
@@ -20,7 +21,7 @@ package, its tests and the peers require; each call unpacks those that the machi
 found. Rows of an emulated GPU, of a CPU or of small sizes are refused in bench/results.
 
     python bench/gpu_first.py --pack build/wheels           where there is a network
-    python bench/gpu_first.py [--out FOLDER]                on the GPU, five times or until nothing is left
+    python bench/gpu_first.py [--out FOLDER]                on the GPU, six times or until nothing is left
     python bench/gpu_first.py --small --out FOLDER          rehearses all of it with tiny sizes; --scale 4 where slow
     python bench/gpu_first.py --list                        the parts
 """
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         make_importable(Path(folder))
         from penstock.bench.gpu import libaio, wheels
-        from penstock.bench.gpu.five_calls import PARTS
+        from penstock.bench.gpu.part_list import PARTS
 
         if args.list:
             print("\n".join(f"call {part.call}  {part.limit_s:4.0f} s  {part.name}" for part in PARTS))
@@ -87,7 +88,7 @@ def parsed_texts(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--machine", default="x86_64", help="its processor (default %(default)s)")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels", help="where they are")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder that gets the rows, in gpu_first.jsonl")
-    parser.add_argument("--call", type=int, choices=range(1, 6), help="only parts of this call")
+    parser.add_argument("--call", type=int, choices=range(1, 7), help="only parts of this call")
     parser.add_argument("--part", action="append", help="only this part, done or not; may be repeated")
     parser.add_argument("--seconds", type=float, help="of this call (default: 570, times --scale)")
     parser.add_argument("--scale", type=float, default=1.0, help="all limits times so much, on a slow machine")
@@ -125,8 +126,8 @@ def make_importable(folder: Path) -> None:
 def call(args: argparse.Namespace, found: dict[str, Any], folder: Path, begin_s: float) -> int:
     """Run parts until the time is over, which began at `begin_s`."""
     from penstock.bench.gpu import calls
-    from penstock.bench.gpu.five_calls import MACHINE, PARTS
     from penstock.bench.gpu.ledger import FILE, Ledger
+    from penstock.bench.gpu.part_list import MACHINE, PARTS
 
     end_s = begin_s + (args.seconds or calls.TOTAL_S * args.scale)
     seen = identity(args)
@@ -211,8 +212,8 @@ def run_child(args: argparse.Namespace, ledger: Any, part: Any, limit_s: float, 
 def run_part(args: argparse.Namespace) -> int:
     """In the child: write the rows of one part as they come. It failed if it raised, or if a row has an error."""
     ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)  # a call that is cut leaves no child
-    from penstock.bench.gpu.five_calls import PARTS, rows_of
     from penstock.bench.gpu.ledger import FILE, Ledger
+    from penstock.bench.gpu.part_list import PARTS, rows_of
     from penstock.bench.peers.rows import round_weights
 
     origin = json.loads(args.origin)

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A resumable piece of work of one of the five calls. It may take `limit_s`, and begin `tries` times."""
+    """A resumable piece of work of one of the calls. It may take `limit_s`, and begin `tries` times."""
 
     call: int
     name: str

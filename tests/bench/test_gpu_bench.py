@@ -21,10 +21,12 @@ from penstock.bench.peers import (
     gpu_offload,
     gpu_offload_child,
     gpu_reservoir,
+    several_gpus,
 )
-from penstock.bench.peers.gpt import SMALL, Gpt
+from penstock.bench.peers.gpt import SMALL, Gpt, batch_of, gpt
 from penstock.bench.peers.gpu_sections import SECTIONS, share_under
 from penstock.bench.peers.gpu_setup import Setup
+from penstock.bench.peers.several_ranks import FSDP, PIPELINE, Slice, loss_of
 from penstock.ir.errors import WorkerError
 from penstock.runtime.simulate import Span, Timeline
 
@@ -125,6 +127,7 @@ for name in {absent}:
 from pathlib import Path
 from penstock.bench.peers.gpu_sections import SECTIONS
 from penstock.bench.peers.gpu_setup import Setup
+from penstock.bench.peers.several_ranks import FSDP, PIPELINE, Slice, loss_of
 for row in SECTIONS["{section}"](Setup("cpu", small=True, scratch=Path("{tmp_path}"))):
     print(row["figure"])
 """
@@ -139,3 +142,34 @@ def test_the_share_of_one_stream_under_another() -> None:
     timeline = Timeline.from_spans([span("h2d", 0, 2), span("h2d", 4, 6), span("compute", 1, 5)], ["gpu0"])
     assert share_under(timeline, "h2d", "compute") == pytest.approx(0.5)
     assert share_under(timeline, "d2h", "compute") == 0.0
+
+
+def test_several_gpus_compare_the_fastest_sides_by_their_slowest_rank(tmp_path: Path) -> None:
+    (told,) = several_gpus.several(Setup("cpu", small=True, scratch=tmp_path))
+    assert told["measured"] == "this machine has one at most"
+    times = {"1f1b": (2.0, 4.0), "mobius": (3.0, 3.0), FSDP: (4.0, 5.0), PIPELINE: (6.0, 6.0)}
+    losses = {PIPELINE: (None, 2.0002)}
+    sides = {
+        name: [
+            {"rank": rank, "side": name, "step_s": step_s, "loss": loss, "reserved_gib": rank}
+            for rank, (step_s, loss) in enumerate(zip(steps, losses.get(name, (2.0, 2.0))))
+        ]
+        for name, steps in times.items()
+    }  # fmt: skip
+    row = several_gpus.summary(sides[PIPELINE][::-1], 2)
+    assert row["measured"] == 6.0 and row["loss"] == 2.0002 and row["reserved_gib"] == [0, 1]
+    refused = several_gpus.summary([{"rank": 0, "side": "mics", "refused": "no room"}], 2)
+    assert refused["measured"] == "no room" and refused["side"] == "mics"
+    ratio, apart = several_gpus.comparison({**sides, "mics": [{"refused": "no room"}]}, small=True)
+    assert ratio["measured"] == 0.6 and (ratio["plan"], ratio["peer"], ratio["ok"]) == ("mobius", FSDP, True)
+    assert apart["measured"] == pytest.approx(1e-4) and len([*several_gpus.comparison(sides, small=False)]) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_slices_of_a_pipeline_are_the_model(world: int) -> None:
+    model, batch = gpt(SMALL), batch_of(SMALL, 2)
+    value = batch["words"]
+    for rank in range(world):
+        value = Slice(model, rank, world)(value)
+    wanted = model(**batch)
+    assert torch.equal(value, wanted["logits"]) and torch.equal(loss_of(value, batch["labels"]), wanted["loss"])

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from packaging.tags import Tag, sys_tags
 
 from penstock.bench import gpu_first
-from penstock.bench.gpu import calls, five_calls, left_out, libaio, wheels
+from penstock.bench.gpu import calls, left_out, libaio, part_list, wheels
 from penstock.bench.gpu.device_tests import BEGUN, LEFT_OUT, OVER, Recorder
-from penstock.bench.gpu.five_calls import PARTS
 from penstock.bench.gpu.inside import union_length
 from penstock.bench.gpu.ledger import BEGINS, ENDS, FILE, Ledger, Part, State
+from penstock.bench.gpu.part_list import PARTS
 
 FIRST, SECOND, THIRD = FAST = [Part(1, "first", 5), Part(1, "second", 5), Part(2, "third", 5)]
 FIELDS = {"bench", "call", "part", "figure", "measured", "target", "ok"}
@@ -61,7 +61,7 @@ def test_the_limits_of_each_call_add_up_to_less_than_it_may_take() -> None:
     failing=st.sets(st.sampled_from(PARTS)),
     scale=st.sampled_from([1.0, 4.0]),
 )
-def test_five_calls_try_every_part_in_time_and_failures_again(
+def test_the_calls_try_every_part_in_time_and_failures_again(
     shares: list[float], failing: set[Part], scale: float
 ) -> None:
     """Whatever share of its limit each part takes, and whichever fail at first."""
@@ -184,7 +184,7 @@ def test_a_part_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest
 def test_a_row_with_an_error_fails_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the part goes on after it, as those of several plans do."""
     rows = [{"figure": "the plan runs", "ok": False, "error": "half a step"}, {"figure": "another plan"}]
-    monkeypatch.setattr(five_calls, "rows_of", lambda *_: iter(rows))
+    monkeypatch.setattr(part_list, "rows_of", lambda *_: iter(rows))
     monkeypatch.setattr(gpu_first.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
     words = [
         "--device",

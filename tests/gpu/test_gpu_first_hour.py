@@ -1,4 +1,4 @@
-"""`bench/gpu_first.py` on a GPU, with tiny sizes: parts of the first two calls, and peers of the last."""
+"""`bench/gpu_first.py` on GPUs, with tiny sizes: parts of the first two calls, peers, and all GPUs together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from penstock.bench import gpu_first
 from penstock.bench.gpu.device_tests import OVER
 from penstock.bench.gpu.ledger import ENDS, FILE
 from penstock.bench.peers.extensions import FOLDER, LINKED, ready_to_build
+from penstock.bench.peers.gpu_setup import Setup
+from penstock.bench.peers.several_gpus import RESIDENT, SWAPPED, several
+from penstock.bench.peers.several_ranks import FSDP, PIPELINE
 
 pytestmark = pytest.mark.gpu
 NAMED = ("nccl", "tests", "penstock, 24GB", "fsdp2, 24GB")
@@ -42,6 +45,14 @@ def test_parts_are_rehearsed(tmp_path: Path) -> None:
     assert bound["measured"] == pytest.approx(bound["step_s"] / max(bound["parts_s"].values()), rel=1e-2)
     ours = figure(peer, "step of a peer over ours")
     assert ours["measured"] == pytest.approx(ours["step_s"] / ours["our_step_s"], rel=1e-2)
+
+
+@pytest.mark.multi
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_plans_and_peers_on_all_gpus_train_the_same(tmp_path: Path) -> None:
+    *sides, _, apart = several(Setup("cuda", small=True, scratch=tmp_path, seconds=540.0))
+    assert {row["side"] for row in sides} == {*RESIDENT, *SWAPPED, FSDP, PIPELINE}
+    assert all(row["figure"].startswith("seconds of a step") for row in sides) and apart["ok"], (sides, apart)
 
 
 def test_linkers_find_the_libraries_that_torch_has_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The parts of the five calls of `bench/gpu_first.py`, in order, and how one is run."""
+"""The parts of the calls of `bench/gpu_first.py`, in order, and how one is run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ HARDWARE = Part(1, "hardware", 100)
 PROBED = {"context": 40, "pinning": 70, "copies": 40, "host": 60, "adam": 130, "nccl": 50, "pair": 45}
 TESTS = Part(2, "tests", 400, tries=6)  # each goes on where the last stopped
 PARITY = Part(2, "parity", 130)
+SEVERAL = Part(6, "several", 540)
 SPEED = {"step-time": 90, "accounting": 90, "swapping": 90, "large-model": 120, "long-sequence": 150}
 # The limits of a call's parts add up to what is left of it after its start (calls.py).
 PARTS = (
@@ -31,6 +32,7 @@ PARTS = (
     Part(4, "reservoir", 540),
     EXTENSIONS,  # which DeepSpeed's parts need
     *(Part(5, f"{side}, {size}", limit_s) for size, sides in SIDES.items() for side, limit_s in sides.items()),
+    SEVERAL,
 )
 DOCUMENT = "hardware document"  # the figure whose value is the measured hardware's file
 
@@ -59,6 +61,10 @@ def _runner(part: Part, ledger: Ledger) -> Callable[[Any], Iterator[Row]]:
         return partial(one_side, side=side, memory=None if size == "whole card" else size, ours=ours)
     if part.name in PROBED:
         return getattr(importlib.import_module("penstock.bench.gpu.probe"), part.name)  # type: ignore[no-any-return]
+    if part == SEVERAL:
+        from penstock.bench.peers.several_gpus import several
+
+        return several
     if part == EXTENSIONS:
         from penstock.bench.peers.gpu_offload import extensions
 
