@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 10**9
 MOST_EPOCHS = 1e6
 MOST_RATE = 1e6  # more would end in weights that are no numbers
+MOST_PRICE = 1e9
 MOST_SEED = 2**63 - 1  # of torch's generators, and room for one more each epoch
 
 
@@ -476,6 +477,7 @@ def natural_precision(hardware: Hardware) -> str:
 def _size(option: str, text: str) -> str:
     """An amount of bytes with its unit as `parse_bytes` takes it: "64gb" and "64 G" are "64GB". Raises `PlanError` for
     one without a unit, and for what is no amount."""
+    from ..ir.machine.spelling import missing_unit
     from ..ir.units import BYTES
 
     units = {unit.lower(): unit for unit in BYTES.units}
@@ -484,7 +486,7 @@ def _size(option: str, text: str) -> str:
     if found is None or found[2] not in {"", *units}:
         raise PlanError(f"--{option} {text!r}: allowed is an amount with its unit, such as 64GB, 64GiB or 2TB")
     if not found[2]:
-        raise PlanError(f"--{option} {text}: without a unit that is {text} bytes; say --{option} {text}GB or {text}GiB")
+        raise PlanError(missing_unit(f"--{option} ", text))
     return found[1] + units[found[2]]
 
 
@@ -510,7 +512,9 @@ class AnswerOptions:
     tokens: Annotated[
         str | None, typer.Option(help="tokens to train in all, such as 100M: prints hours and wear of SSDs")
     ] = None
-    price: Annotated[float | None, typer.Option(min=0.0, help="dollars an hour, if the hardware names no price")] = None
+    price: Annotated[
+        float | None, typer.Option(min=0.0, max=MOST_PRICE, help="dollars an hour, if the hardware names no price")
+    ] = None
     mtbf: Annotated[
         str | None,
         typer.Option(help="mean time between failures of a device, such as 50000h: how often to save, what is lost"),

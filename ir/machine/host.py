@@ -91,8 +91,8 @@ class Host(MachinePart):
     nvlink_latency_s: Seconds = 5e-6
     nvlink_message_shares: MessageShares | None = None
     cpu_rates: list[CpuRates] = []  # as measured; `with_` gives CPU devices those of the threads that they will have
-    price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
-    price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
+    price_dollars: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # to buy, devices included
+    price_dollars_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # to rent
 
     @property
     def usable_bytes(self) -> int:

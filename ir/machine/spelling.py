@@ -48,9 +48,15 @@ def preset_of(name: str) -> str:
     if len(begun) == 1:
         return begun[0]
     if "+" in text:
-        mixed = "+".join(preset_of(word.strip()) for word in text.split("+"))
+        machines_named = [preset_of(word.strip()) for word in text.split("+")]
+        mixed = "+".join(machines_named)
         if preset_document(mixed) is not None:
             return mixed
+        others = [each for each in machines_named if preset_document(f"{each}+rtx4090x1") is None]
+        raise HardwareError(
+            f"no hardware preset {name!r}: a machine of several kinds has cards for slots, such as 4090 + 3090, and "
+            f"{' and '.join(others)} is none; a YAML document describes other machines"
+        )
     if match := _HOSTS.fullmatch(text):
         return _fleet_name(name, preset_of(match["one"]), match["hosts"])
     readings = [(text, "1", "")]
@@ -148,6 +154,11 @@ def key_and_value(option: str, given: str, example: str) -> tuple[str, str]:
     if not equals:
         raise PlanError(f"--{option} {given!r} is not of the form key=value, such as {example}")
     return key.strip(), text.strip()
+
+
+def missing_unit(option: str, text: str) -> str:
+    """The refusal of an amount of bytes that is typed without its unit, after "--dram " or "--set dram="."""
+    return f"{option}{text}: without a unit that is {text} bytes; say {option}{text}GB or {text}GiB"
 
 
 def each_once(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...ir.errors import HardwareError, PenstockError, PlanError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.presets import CopyRates
-from ...ir.machine.spelling import key_and_value, plain_value
+from ...ir.machine.spelling import key_and_value, missing_unit, plain_value
 from ..measure.detect import detect_hardware, spans_hosts
 from ..measure.links import CPU
 from ..measure.network import network_rates
@@ -27,6 +27,7 @@ from .store_thread import connect_store
 NETWORK_BYTES_S = 1.25e9  # 10 Gb/s, if the system does not know a network interface's rate
 NETWORK_LATENCY_S, SHORTEST_S = 50e-6, 1e-6
 ARRIVAL_S, PATIENCE_S = 60.0, 300.0
+_AMOUNTS = ("memory", "dram", "ssd", "memory_bytes", "dram_bytes", "model_bytes")  # of bytes, that people type
 NETWORK_PATIENCE_S = 200.0  # less than the other ranks' patience
 
 
@@ -39,6 +40,9 @@ def typed_hardware(name: str, changes: Sequence[str] | None, measure: bool = Fal
     """The machine of `--hardware NAME` with every `--set key=value` of a command line. `measure`: as of `detect`."""
     pairs = (key_and_value("set", change, "dram=4TB") for change in changes or ())
     values = {key: plain_value(text) for key, text in pairs}
+    for key, value in values.items():
+        if key in _AMOUNTS and type(value) in (int, float) and value > 0:
+            raise PlanError(missing_unit(f"--set {key}=", str(value)))
     if name == "cpu":
         known = list(inspect.signature(Hardware.cpu).parameters)[:-1]  # the last stands for all rates
         after = known.index("ssd") + 1

@@ -263,6 +263,8 @@ def test_dram_and_ssds_by_option() -> None:
         ({"dram": "64GBB"}, "--dram '64GBB': allowed is an amount"),
         ({"dram": "64"}, "--dram 64: without a unit that is 64 bytes; say --dram 64GB"),
         ({"ssd": "2"}, "--ssd 2: without a unit"),
+        ({"set": ["memory=24"]}, "--set memory=24: without a unit that is 24 bytes; say --set memory=24GB or 24GiB"),
+        ({"hardware": ["cpu"], "set": ["dram=1.5"]}, r"--set dram=1.5: without a unit that is 1.5 bytes"),
         ({"ssd": "4x"}, "--ssd '4x': allowed are a size"),
         ({"ssd": "twox1TB"}, "--ssd 'twox1TB': allowed are a size"),
     ],

@@ -284,10 +284,12 @@ def test_mistakes_are_one_message_on_stderr(run: Run, arguments: list[str], said
     [
         ("--epochs", "inf"), ("--epochs", "nan"), ("--lr", "inf"), ("--lr", "-1"), ("--weight-decay", "inf"),
         ("--seed", "99999999999999999999999"), ("--batch", "99999999999999999999"),
+        ("--price", "inf"),
     ],
 )  # fmt: skip
 def test_numbers_beyond_their_bounds_are_refused(run: Run, option: str, value: str) -> None:
-    code, _, err = run("train", "--model", GPT, "--data", "none.txt", option, value)
+    command = ["plan"] if option == "--price" else ["train", "--data", "none.txt"]
+    code, _, err = run(*command, "--model", GPT, option, value)
     assert code == 2
     assert f"Invalid value for '{option}'" in err and "than or equal to" in err
 

@@ -286,6 +286,7 @@ def change(document: Any, path: list[Any], value: Any) -> None:
         (["hosts", 0, "dram_bytes"], "64 gigs", r"dram_bytes: found '64 gigs', allowed: unknown unit 'gigs'"),
         (["hosts", 0, "dram_byte"], 5, r"hosts\[0\].dram_byte: unknown key; did you mean 'dram_bytes'"),
         (["hosts", 0, "ssds", 0, "read"], 5, r"hosts\[0\].ssds\[0\].read: unknown key; did you mean 'read_bandwidth'"),
+        (["hosts", 0, "price_dollars"], "inf", "price_dollars: found 'inf', allowed: a finite number"),
         (["device"], [], "device: unknown key; did you mean 'devices'"),
         (["devices"], [], "devices: found \\[\\], allowed: .*at least 1 item"),
         (["devices", 1, "kind"], "tpu", r"devices\[1\].kind: found 'tpu', allowed: 'cuda' or 'cpu'"),

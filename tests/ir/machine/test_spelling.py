@@ -89,6 +89,7 @@ def test_it_is_understood(typed: str, meant: str) -> None:
         ("GTX 1080 Ti", "GTX, Titan, Quadro and older cards have no figures here"),
         ("p5.48xlarge", "name the GPUs of the machine that you rent, as `nvidia-smi -L` lists them"),
         ("colab", "name the GPUs of the machine that you rent"),
+        ("4090x2 + H100", "has cards for slots, such as 4090 .* 3090, and h100x1 is none; a YAML document"),
         ("2x4x4090", "2 machines of rtx4090x4 have no network that is known"),
         ("laptop-16", "did you mean 'laptop-16gb'"),
         ("rtx9999", "no hardware preset 'rtx9999'"),
