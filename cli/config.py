@@ -102,6 +102,7 @@ WRITE: Mapping[str, str] = {  # what to write instead
     "template": "leave it out: the tokenizer in the model's directory has it",
     "tokenizer_name_or_path": "model: a directory that has the tokenizer, too",
     "streaming_dataset": "streaming: true",
+    "config": "leave it out: a file is an argument, `penstock train FILE.yaml`",
     **dict.fromkeys(("gpu", "gpus", "gpu_name", "num_gpus", "card", "machine"), "hardware: 4090, or 2x4090"),
     "batch_size": BATCH, "lora": ADAPTER, "quantization": "base: nf4, or int8", "ram": "dram: 64GB",
     **dict.fromkeys(

@@ -22,7 +22,7 @@ import typer
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from .options import AnswerOptions, JobOptions, PlanOptions, TrainOptions, takes
 from .terminal.spelling import on_command_line, spell, spell_warnings
-from .terminal.working import working
+from .terminal.working import notice, working
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -247,9 +247,10 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Train by the plan and by plain PyTorch on the same seeds and compare. Exit code 1 where they differ."""
-    from .check_job import check_named, check_written
+    with notice("training by the plan and by plain PyTorch; a large model takes minutes"):
+        from .check_job import check_named, check_written
 
-    report = check_named(options, steps) if job is None else check_written(job, options, steps, trust)
+        report = check_named(options, steps) if job is None else check_written(job, options, steps, trust)
     if as_json:
         print_data(dataclasses.asdict(report) | {"passed": report.passed})
     else:
@@ -287,8 +288,9 @@ def train(
     if print_config:
         print(config_text(options))
         return
-    from .tables import console
-    from .training import train as run
+    with notice("loading libraries"):
+        from .tables import console
+        from .training import train as run
 
     try:
         result = run(options, console())
@@ -310,10 +312,11 @@ def is_given(context: typer.Context, name: str) -> bool:
 @takes(JobOptions)
 def profile(options: JobOptions, as_json: AsJson = False) -> None:
     """Time one block of each kind on this machine, forward and backward, beside the times that the rates predict."""
-    from .profile_table import profile_report, profile_tables
-    from .tables import console
+    with notice("timing blocks; takes minutes"):
+        from .profile_table import profile_report, profile_tables
+        from .tables import console
 
-    report = profile_report(options)
+        report = profile_report(options)
     if as_json:
         print_data(report.to_json())
         return

@@ -47,7 +47,7 @@ from .config import FILE, config_text
 from .options import TrainOptions
 from .task import COUNTED, TrainingTask, compile_task, prepare, require_wishes
 from .terminal.interruptible import interruptible
-from .terminal.working import working
+from .terminal.working import notice, working
 
 if TYPE_CHECKING:
     from ..compiler.preference import DPO
@@ -96,7 +96,8 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
             options.out.mkdir(parents=True, exist_ok=True)
             pages.callback(Lock(options.out / ".running", f"--out {options.out}: one run at a time writes there").drop)
         listeners = _listeners(options, screen, pages) if is_main else []
-        task = prepare(options, screen)
+        with notice("reading the data") if is_main else nullcontext():
+            task = prepare(options, screen)
         with working() if is_main else nullcontext():
             job = compile_task(planned, task, hardware)
         stages = many(len(job.plan.decisions.stages), "stage")

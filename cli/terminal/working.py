@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 SEARCH = "penstock.compiler.search"  # the logger that tells of every plan that was tried
-NOTICE_S = 2.0  # until a pipe hears of planning, libraries of seconds included
+NOTICE_S = 2.0  # until a pipe hears of work in progress, libraries of seconds included
 Items = Callable[[], tuple[int, str]]  # the number of items of a step, and the word for one
 
 
@@ -60,6 +60,18 @@ def _listening(say: Callable[[logging.LogRecord], None]) -> Iterator[None]:
 
 
 @contextmanager
+def notice(text: str) -> Iterator[None]:
+    """Print the text on stderr where the body takes seconds."""
+    timer = threading.Timer(NOTICE_S, Console(markup=False, emoji=False, stderr=True).print, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
     """Show what the body tells while it plans, and what the search says: on a terminal all of it, elsewhere the speed
     of the first plan that fits.
@@ -85,14 +97,8 @@ def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
                 if is_answered:
                     screen.print(text, soft_wrap=True)
 
-        notice = threading.Timer(NOTICE_S, screen.print, ["planning; a large model takes a minute or more"])
-        notice.daemon = True
-        notice.start()
-        try:
-            with _listening(say_first):
-                yield tell
-        finally:
-            notice.cancel()
+        with notice("planning; a large model takes a minute or more"), _listening(say_first):
+            yield tell
         return
     with screen.status(Text(told)) as status:
 

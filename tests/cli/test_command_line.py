@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -51,12 +52,39 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         ("train --learning-rate=1e-4", "instead of --learning-rate=1e-4: --lr ..."),
         ("train --load-in-4bit", "instead of --load-in-4bit: --base nf4"),
         ("train --fsdp full_shard", "instead of --fsdp: leave it out: the plan decides this"),
+        ("train --config run.yaml", "leave it out: a file is an argument, `penstock train FILE.yaml`"),
         ("plan llama-3-8b", "a model is named by an option: --model llama-3-8b"),
     ],
 )
 def test_options_of_other_trainers_lead_to_ours(run: Run, words: str, said: str) -> None:
     code, _, error = run(*words.split())
     assert code == 2 and error.endswith(f"{said}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "body", "told"),
+    [
+        ("train --data none.txt --hardware cpu", "penstock.cli.training.prepare", "reading the data"),
+        ("check", "penstock.cli.check_job.check_named", "training by the plan and by plain PyTorch"),
+        ("profile", "penstock.cli.profile_table.profile_report", "timing blocks"),
+    ],
+)
+def test_a_command_that_takes_seconds_says_so(
+    run: Run, words: str, body: str, told: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def take_seconds(*_: object) -> None:
+        said, begun_s = "", time.monotonic()
+        while told not in said:
+            assert time.monotonic() - begun_s < 10
+            time.sleep(0.05)
+            said += capsys.readouterr().err
+        raise PlanError("enough")
+
+    monkeypatch.setattr("penstock.cli.terminal.working.NOTICE_S", 0.0)
+    monkeypatch.setattr(body, take_seconds)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*words.split(), "--model", GPT)
+    assert code == 2 and err == "error: enough\n"
 
 
 @pytest.fixture(scope="module")
