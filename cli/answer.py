@@ -32,7 +32,6 @@ LORA, SSD = "lora:r=16", "2TB"
 SHORT_S = 3.0  # of computation, for what other passes may suit better
 FASTER = 1.05  # times; less is no advice
 MANY_STAGES = 400  # above which each alternative takes as long as the plan itself
-LEFT_OUT = f"not tried, as a plan of more than {MANY_STAGES} stages takes a while"
 LESS_WEAR = "--dram with more, or --adapter, writes less; --set ssds=N spreads it over N disks"
 
 
@@ -82,6 +81,13 @@ def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> 
     wishes.append(_Wish(f"--batch {2 * options.batch}", (twice, {**anew, **larger}), hardware))
     wishes += _adapter(anew, options, named, hardware)
     return [*found, *_plan_all(wishes, options, tell)], job
+
+
+def why_left_out(options: JobOptions, num_stages: int) -> str | None:
+    """The reason why alternatives are planned only if they are asked for; None where they take seconds."""
+    if options.profile:
+        return "not tried, as the blocks of each would be timed, too"
+    return f"not tried, as a plan of more than {MANY_STAGES} stages takes a while" if num_stages > MANY_STAGES else None
 
 
 def what_fits(options: JobOptions, tell: Callable[[str], None]) -> list[Alternative]:
@@ -194,7 +200,8 @@ def answer(options: JobOptions, job: Job, figures: Figures, failures: FailureRep
         lines.append(line("failures", failure_text(failures)))
     lines.append(line("cost", _cost(figures)))
     if figures.alternatives is None:
-        lines.append(line("instead", f"{LEFT_OUT}; --alternatives plans a larger batch, more DRAM and others, too"))
+        why = why_left_out(options, len(stages))
+        lines.append(line("instead", f"{why}; --alternatives plans a larger batch, more DRAM and others, too"))
     lines += _instead(rate, item, figures.alternatives or ())
     return [*lines, line("more", "--full: stages, links, rivals; --html FILE: all of it as a page")]
 

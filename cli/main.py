@@ -141,9 +141,9 @@ def plan(
 def _find_job(
     options: PlanOptions, alternatives: bool | None, dump: Dump | None, tell: Callable[[str], None]
 ) -> tuple[Job, list[Alternative] | None]:
-    """The best plan, and the other plans that were looked for; None: there were too many stages to look."""
-    from .answer import MANY_STAGES, or_what_fits, what_fits
+    """The best plan, and the other plans that were looked for; None: these would take minutes."""
     from .answer import alternatives as other_plans
+    from .answer import or_what_fits, what_fits, why_left_out
 
     looks = alternatives is not False and options.plan is None
     try:
@@ -152,7 +152,7 @@ def _find_job(
         raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
     if not looks:
         return job, []
-    if alternatives is None and len(job.folder.interface.stages) > MANY_STAGES:
+    if alternatives is None and why_left_out(options, len(job.folder.interface.stages)) is not None:
         return job, None
     others, better = other_plans(options, job, tell)
     return (job if dump is not None or options.prove else better), others  # whose passes were dumped, or proven

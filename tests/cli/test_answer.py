@@ -20,7 +20,8 @@ from penstock.cli.answer import (
     what_fits,
 )
 from penstock.cli.figures import Alternative, SsdWrites, figures_of, items_per_s
-from penstock.cli.options import JobOptions, natural_precision
+from penstock.cli.main import _find_job
+from penstock.cli.options import JobOptions, PlanOptions, natural_precision
 from penstock.compiler.job.job import Job
 from penstock.compiler.plan import Plan
 from penstock.ir.errors import DoesNotFit, PlanError
@@ -245,6 +246,15 @@ def test_the_precision_is_that_of_the_parts() -> None:
 ])  # fmt: skip
 def test_amounts_as_people_type_them(typed: str, num_bytes: int) -> None:
     assert options(dram=typed).machine().hosts[0].dram_bytes == num_bytes
+
+
+def test_blocks_of_alternatives_are_timed_only_if_asked(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = PlanOptions(model=SMALL, hardware=["4090"], batch=4, sequence=64, profile=True)
+    monkeypatch.setattr(PlanOptions, "compile", lambda *_: job)
+    found, others = _find_job(asked, None, None, print)
+    assert found is job and others is None
+    (line,) = (each for each in answer(asked, job, figures_of(asked, job, None, None, None)) if "instead" in each)
+    assert "not tried, as the blocks of each would be timed, too; --alternatives plans" in line
 
 
 def test_dram_and_ssds_by_option() -> None:
