@@ -77,8 +77,10 @@ PUBLISHED = {
     "Qwen/Qwen3.5-0.8B": 0.752, "Qwen/Qwen3.5-2B": 1.882, "stabilityai/stablelm-base-alpha-3b": 3.64,
     "allenai/OLMo-2-0425-1B": 1.48, "Qwen/Qwen2-57B-A14B": 57.4,
     "google/flan-t5-xl": 2.85, "google/flan-t5-xxl": 11.1,
+    "answerdotai/ModernBERT-large": 0.395,
 }  # fmt: skip
-SMALL = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-70m", "google/gemma-3-270m", "openai/whisper-tiny")
+SMALL = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-70m", "google/gemma-3-270m", "openai/whisper-tiny",
+         "answerdotai/ModernBERT-large")  # fmt: skip
 
 
 def size_in_name(name: str) -> float | None:
