@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..graph.follow.coupling import find_facts, scaled_loss
+from ..graph.follow.filled import check_filled
 from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts, goes_on
 from ..graph.opgraph import OpGraph
 from ..graph.sizes.named import substitute_sizes
@@ -137,6 +138,7 @@ class Graphs:
         is_whole = is_alone or (request.batch.shape.size == 1 and not self.accumulate)
         with hide_marks(request.model):
             graph = rewrite_loss(self._graph(count), request.loss_weight is not None, is_whole)
+        check_filled(graph, self.accumulate or count)  # once: `_scale` comes again with the facts
         if request.batch.documents:
             require_borders(graph)
         graph.packed = request.batch.documents

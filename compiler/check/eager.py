@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...graph.follow.coupling import scaled_loss
+from ...graph.follow.filled import check_filled
 from ...graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ...graph.opgraph import OpGraph
 from ...ir.machine.hardware import Hardware
@@ -186,6 +187,7 @@ def graph_runner(
         example = prologue.add(example, plan.micro_batches, plan.micro_batches)
         options |= prologue.trace_options(plan.micro_batches)
     graph = capture(model, micro_batch_spec(example, plan.micro_batches), **options)
+    check_filled(graph, plan.micro_batches)
     graph = scaled_loss(graph, rows, plan.micro_batches)
     if precision.float8:
         graph = convert_to_float8(graph, plan.decisions.float8, precision.float8, kind == "cpu")

@@ -14,7 +14,6 @@ from ..edit import GraphEdit, set_outputs
 from ..operators.record import no_record
 from ..operators.states import Kind
 from ..opgraph import OpGraph
-from .filled import check_filled
 from .rows import Coupling, GraphOf, RowFacts, row_facts
 
 MOST_NAMED = 4
@@ -34,8 +33,6 @@ def scaled_loss(graph: OpGraph, facts: RowFacts, num_micro_batches: int) -> OpGr
     """The graph with its loss multiplied by the facts' factor, in place: then the losses of `num_micro_batches`
     micro-batches average to that of the whole batch. Notes which buffers are alike before each of these."""
     graph.repeated_buffers = facts.repeated_buffers
-    if num_micro_batches > 1:
-        check_filled(graph)
     factor, loss = facts.factor(num_micro_batches), graph.outputs["loss"]
     if factor == 1:
         return graph

@@ -18,9 +18,9 @@ from ..opgraph import OpGraph
 FILLS = ("masked_scatter", "masked_scatter_")
 
 
-def check_filled(graph: OpGraph) -> None:
-    """Let the graph of a micro-batch check the number of elements for each mask."""
-    for node in graph.nodes:
+def check_filled(graph: OpGraph, num_micro_batches: int) -> None:
+    """Let the graph of one of several micro-batches check the number of elements for each mask."""
+    for node in graph.nodes if num_micro_batches > 1 else ():
         if node.op in ("call_function", "call_method") and function_name(node.target) in FILLS:
             _check(graph, node)
 

@@ -72,6 +72,13 @@ def test_a_micro_batch_with_the_places_of_another_is_refused() -> None:
         job.step(batch_of(OTHER))
 
 
+def test_places_are_checked_once_in_the_first_print_and_in_each_later_one() -> None:
+    """Otherwise a change in Python without effect would be taken for one that gives another plan."""
+    job = compile_job(Seeing(), 2)
+    assert sum(text.count("of elements than of places") for text in job.folder.files.values()) == 1
+    assert job._inputs.taken.replanner.print_anew().is_in(job.folder)
+
+
 @pytest.mark.slow
 def test_more_elements_than_places_are_refused_at_compile_in_their_own_words() -> None:
     """Eager leaves the last ones over; micro-batches would take others than the whole batch."""
