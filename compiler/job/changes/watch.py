@@ -22,7 +22,7 @@ _DEPTH = 3  # of containers and objects
 _MOST = 1000  # entries of a container that is looked into
 _OF_MODULES = vars(nn.Module()).keys() - {"training", "_modules"}  # tensors, hooks, what state dicts need
 _FORM = ("attributes", "modules", "forward hooks", "forward pre-hooks")
-_LIBRARIES = {"torch", "numpy", "builtins"}  # which read nothing that a script sets
+_LIBRARIES = {"torch", "numpy", "builtins", "re"}  # which read nothing that a script sets
 _UNLIKE = (LookupError, RuntimeError, TypeError, ValueError, AttributeError)  # of a value that is gone, or `==` of two
 
 

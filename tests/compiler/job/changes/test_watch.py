@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +179,22 @@ def test_a_new_trace_does_not_take_itself_for_the_script() -> None:
         job.step(x)
         net.steps = 1
         job.step(x)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if re.match("inner", "inner") else x
+
+
+def test_patterns_that_other_code_uses_are_no_change() -> None:
+    """Python keeps the expressions that it has compiled in a dict of its module `re`."""
+    watch = PythonValues(Named(), ())
+    assert not re.search("an expression of no other test", "")
+    assert watch.changes() == {}
 
 
 def test_what_is_compared_of_a_module_is_read_in_two_rows() -> None:
