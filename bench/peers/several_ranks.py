@@ -35,7 +35,7 @@ Step = Callable[[], float | None]  # the mean loss where this rank knows it
 
 
 class Slice(nn.Module):
-    """Some blocks of a GPT, with its tables before them if they are the first, and its head behind the last."""
+    """Some blocks of a GPT: with its tables where they are the first, with its head where they are the last."""
 
     def __init__(self, model: Gpt, rank: int, world: int):
         super().__init__()
