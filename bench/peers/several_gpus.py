@@ -21,7 +21,7 @@ from penstock.runtime.processes.local import worker_environment
 
 MOST_GPUS = 8
 LOSS_LIMIT = 1e-4  # relative, between sides that compute in fp32
-# A plan's strategy. Those of the second row hold to a share of the card what they would else keep on it.
+# Strategies by the names of their rows. Plans of SWAPPED get less memory than the card has, so that weights travel.
 RESIDENT = {"auto": "auto", "1f1b": "1f1b", "mixed-pipe": "ftpipe", "zero1": "zero1", "mics": "mics"}
 SWAPPED = {"mobius": "mobius", "zero3-offload": "zero3-offload"}
 
@@ -45,7 +45,7 @@ def several(setup: Setup) -> Iterator[Row]:
         "rows": 2 * world * (1 if setup.small else 2), "hardware": str(hardware),
     }  # fmt: skip
     sides: dict[str, list[Row]] = defaultdict(list)
-    for row in rows_of_ranks(settings, world, setup.seconds):
+    for row in rows_of_ranks(settings, world):
         own = sides[row["side"]]
         own.append(row)
         if len(own) == world:
@@ -53,7 +53,7 @@ def several(setup: Setup) -> Iterator[Row]:
     yield from comparison(sides, setup.small)
 
 
-def rows_of_ranks(settings: dict[str, Any], world: int, seconds: float) -> Iterator[Row]:
+def rows_of_ranks(settings: dict[str, Any], world: int) -> Iterator[Row]:
     """The lines of all ranks, as they come. Raises `CalledProcessError` if they end badly."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     command += ["-m", "penstock.bench.peers.several_ranks", json.dumps(settings)]

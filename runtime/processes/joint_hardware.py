@@ -27,7 +27,7 @@ from .store_thread import connect_store
 NETWORK_BYTES_S = 1.25e9  # 10 Gb/s, if the system does not know a network interface's rate
 NETWORK_LATENCY_S, SHORTEST_S = 50e-6, 1e-6
 ARRIVAL_S, PATIENCE_S = 60.0, 300.0
-_AMOUNTS = ("memory", "dram", "ssd", "memory_bytes", "dram_bytes", "model_bytes")  # of bytes, that people type
+_AMOUNTS = ("memory", "dram", "ssd")  # of bytes, which their names do not say
 NETWORK_PATIENCE_S = 200.0  # less than the other ranks' patience
 
 

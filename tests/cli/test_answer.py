@@ -248,6 +248,11 @@ def test_amounts_as_people_type_them(typed: str, num_bytes: int) -> None:
     assert options(dram=typed).machine().hosts[0].dram_bytes == num_bytes
 
 
+def test_a_key_that_names_bytes_takes_a_number() -> None:
+    found = options(set=["memory_bytes=24000000000", "dram_bytes=64000000000"]).machine()
+    assert found.devices[0].memory_bytes == 24 * 10**9 and found.hosts[0].dram_bytes == 64 * 10**9
+
+
 def test_blocks_of_alternatives_are_timed_only_if_asked(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = PlanOptions(model=SMALL, hardware=["4090"], batch=4, sequence=64, profile=True)
     monkeypatch.setattr(PlanOptions, "compile", lambda *_: job)
