@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -42,11 +42,14 @@ _OWN = __name__.partition(".")[0]  # objects of ours note what fake tensors show
 # The modules of types that hold values of a script ("None": of Python's own). A logger leads to all of a process.
 _HOLDERS = {"None", "builtins", "types", "collections", "contextvars", "functools", "_thread", "_threading_local"}
 _FIXED = {tuple, property, MethodType, MethodDescriptorType, WrapperDescriptorType}  # their content never changes
+_CONTAINERS = (dict, list, deque, set, CellType, ContextVar)
+PLAIN_CONTAINERS = (dict, OrderedDict, list, set)  # of a module's own, which a run on fake tensors is lent copies of
 _LIBRARIES = {"torch", "numpy", _OWN, *sys.stdlib_module_names}
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "step")
 _NAME = ("__name__", "__module__")  # of a module, of a class
 _EMPTY = CellType()
 _Slots = dict[Any, Any]  # what an object holds, by key, name or place
+_Members = tuple[tuple[str, MemberDescriptorType], ...]  # what a class names in `__slots__`
 
 
 @contextmanager
@@ -60,23 +63,26 @@ def kept_caches(*roots: Any) -> Iterator[None]:
 
 
 class ScriptCaches:
-    """All that `roots` reach and can change, as it is now, but the attributes of `modules` themselves."""
+    """All that `roots` reach and can change, as it is now, but the attributes of `modules` and their plain containers:
+    who runs the modules puts the attributes back, and lends copies of the containers."""
 
     def __init__(self, roots: Iterable[Any], modules: Iterable[nn.Module] = ()):
-        self._before: list[tuple[Any, _Slots]] = []
+        self._before: list[tuple[Any, _Members, _Slots]] = []
+        self._members: dict[type, _Members] = {}
         self._cached: list[tuple[_lru_cache_wrapper[Any], Any]] = []  # with counts of calls
         self._seen: dict[int, Any] = {}  # id -> the object, which keeps its id
         self._names = {*_CALLED_BY_TORCH}  # and those in code that was reached
         self._unnamed: dict[str, list[Any]] = {}  # values by name, which no code was seen to read yet
         self._makers: dict[int, Any] = {}  # id of a class whose objects are there -> its `__init__`
-        self._waiting: list[Any] = [*roots]
-        modules = [*modules]
+        roots, modules = [*roots], [*modules]
         classes = dict.fromkeys(map(type, modules))
-        for module in modules:
-            self._seen[id(module)] = module
-            self._waiting += vars(module).values()
-        holders = (each for each in (*classes, *self._waiting) if isinstance(each, (type, FunctionType)))
+        attributes = [value for module in modules for value in vars(module).values()]
+        holders = (each for each in (*roots, *classes, *attributes) if isinstance(each, (type, FunctionType)))
         self._asked = {_package_of(each) for each in holders}  # libraries that run as the script's own code
+        self._seen.update((id(module), module) for module in modules)
+        self._waiting = roots
+        for each in attributes:
+            self._waiting += gc.get_referents(each) if type(each) in PLAIN_CONTAINERS else (each,)
         for each in classes:
             self._visit_class(each)
         while self._waiting:
@@ -84,10 +90,10 @@ class ScriptCaches:
 
     def put_back(self) -> None:
         """Give every slot that leads to a fake tensor what it held before."""
-        for owner, before in self._before:
-            now = owner if type(owner) is dict else _slots(owner)
-            if not (now or before) or _is_same(now, before):
+        for owner, members, before in self._before:
+            if _is_same(owner, members, before):
                 continue  # as nearly all of them
+            now = _slots(owner, members)
             changed = [key for key, value in now.items() if value is not before.get(key, _EMPTY)]
             traced = [key for key in changed if _holds_fakes(key, now[key])]
             if traced:
@@ -108,7 +114,7 @@ class ScriptCaches:
         for each in kind.__mro__:
             if id(each) not in self._seen and not self._is_foreign(each):
                 self._seen[id(each)] = each
-                self._before.append((each, _slots(each)))
+                self._before.append((each, (), _slots(each)))
                 self._makers[id(each)] = vars(each).get("__init__")
                 self._expose({name: value for name, value in vars(each).items() if name != "__init__"})
 
@@ -123,15 +129,16 @@ class ScriptCaches:
             self._visit_function(value)
         elif issubclass(kind, (type, ModuleType)):
             if not self._is_foreign(value):
-                self._before.append((value, _slots(value)))
+                self._before.append((value, (), _slots(value)))
                 self._expose(vars(value))
                 self._waiting += value.__mro__ if isinstance(value, type) else ()  # modules may import at a name
         elif kind is _lru_cache_wrapper:
             self._cached.append((value, value.cache_info()))
             self._waiting += (value.__wrapped__, value.__dict__)
         elif _package_of(kind) in _HOLDERS or not self._is_foreign(kind):
-            if kind not in _FIXED:
-                self._before.append((value, _slots(value)))
+            members = () if kind in _FIXED else self._members_of(kind)
+            if members or isinstance(value, _CONTAINERS):
+                self._before.append((value, members, _slots(value, members)))
             self._waiting += gc.get_referents(value)
             if kind.__dictoffset__ or issubclass(kind, local):
                 self._waiting.append(value.__dict__)
@@ -149,7 +156,7 @@ class ScriptCaches:
         if module is None or vars(module) is not place:
             if id(place) not in self._seen:
                 self._seen[id(place)] = place
-                self._before.append((place, place.copy()))
+                self._before.append((place, (), place.copy()))
                 self._expose(place)
         else:
             self._waiting.append(module)
@@ -158,6 +165,15 @@ class ScriptCaches:
             self._waiting += self._unnamed.pop(name, ())
             for imported in (name, f"{place.get('__package__')}.{name}"):
                 self._waiting.append(sys.modules.get(imported))
+
+    def _members_of(self, kind: type) -> _Members:
+        if kind not in self._members:
+            named = (each for each in kind.__mro__ if "__slots__" in vars(each) and _package_of(each) not in _LIBRARIES)
+            slots = {name: slot for each in named for name, slot in vars(each).items()}
+            self._members[kind] = tuple(
+                (name, slot) for name, slot in slots.items() if isinstance(slot, MemberDescriptorType)
+            )
+        return self._members[kind]
 
     def _is_foreign(self, value: Any) -> bool:
         """Whether a class or module is of a library that keeps nothing of what the script's code computes."""
@@ -193,8 +209,8 @@ def _names_in(code: CodeType) -> set[str]:
     return texts.union(code.co_names, *inner)
 
 
-def _slots(owner: Any) -> _Slots:
-    """The contents of an object that can be changed, by key, name or place."""
+def _slots(owner: Any, members: _Members = ()) -> _Slots:
+    """The contents of an object that can be changed, by key, name or place. `members`: of an object's class."""
     if isinstance(owner, dict):
         return dict(dict.items(owner))  # not by methods of a subclass, which may load what they list
     if isinstance(owner, (list, deque)):
@@ -207,14 +223,15 @@ def _slots(owner: Any) -> _Slots:
         return {"": owner.get(None)}
     if isinstance(owner, (type, ModuleType)):
         return vars(owner).copy()
-    kinds = [kind for kind in type(owner).__mro__ if "__slots__" in vars(kind) and _package_of(kind) not in _LIBRARIES]
-    members = {name: each for kind in kinds for name, each in vars(kind).items()}
-    found = {name: _content(owner, each) for name, each in members.items() if isinstance(each, MemberDescriptorType)}
+    found = {name: _content(owner, slot) for name, slot in members}
     return {name: value for name, value in found.items() if value is not _EMPTY}
 
 
-def _is_same(now: _Slots, before: _Slots) -> bool:
-    """Whether two contents are the same objects at the same keys, without a call of Python for each."""
+def _is_same(owner: Any, members: _Members, before: _Slots) -> bool:
+    """Whether an object holds what it held before: the same objects at the same keys."""
+    if type(owner) is list:
+        return len(owner) == len(before) and all(map(is_, owner, before.values()))
+    now = owner if type(owner) is dict else _slots(owner, members)
     return len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values()))
 
 

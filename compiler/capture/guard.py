@@ -9,7 +9,6 @@ or made.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ...ir.errors import CaptureError
 from ...runtime.quantised.model import names_of_bytes
-from ...runtime.script_caches import ScriptCaches
+from ...runtime.script_caches import PLAIN_CONTAINERS, ScriptCaches
 from ...runtime.torch_names import FakeTensorMode
 from .calls import leaf_modules
 from .constants import ConstantNames
@@ -128,7 +127,7 @@ class Borrowed:
         """Lend the model once more, with the attributes and proxies that it had."""
         before = [(owner, dict(owner.__dict__)) for owner, _ in (*self.saved, *self.configs)]
         try:
-            self.restart()
+            self._reset_modules()
             for config, attributes in self.configs:
                 config.__dict__.update(attributes)
             with torch.enable_grad():
@@ -141,11 +140,14 @@ class Borrowed:
 
     def restart(self) -> None:
         """Forget what a run of forward has written into the modules, and kept elsewhere."""
+        self._reset_modules()
+        self.caches.put_back()
+
+    def _reset_modules(self) -> None:
         for module, attributes in self.saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)
         _isolate(self.saved)
-        self.caches.put_back()
 
 
 @contextmanager
@@ -209,7 +211,7 @@ def _isolate(saved: list[tuple[nn.Module, dict[str, Any]]]) -> None:
     copies: dict[int, Any] = {}
     for module, attributes in saved:
         for name, value in attributes.items():
-            if type(value) in (dict, OrderedDict, list, set):
+            if type(value) in PLAIN_CONTAINERS:
                 module.__dict__[name] = copies.setdefault(id(value), value.copy())
 
 

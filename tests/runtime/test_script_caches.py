@@ -274,7 +274,7 @@ def test_an_object_of_ours_that_a_script_keeps_stays() -> None:
 def test_objects_that_no_code_names_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Any] = []
     slots = script_caches._slots
-    monkeypatch.setattr(script_caches, "_slots", lambda owner: looked_at.append(owner) or slots(owner))
+    monkeypatch.setattr(script_caches, "_slots", lambda owner, *names: looked_at.append(owner) or slots(owner, *names))
     with kept_caches(keep_in_a_dictionary):
         pass
     assert any(owner is DICT for owner in looked_at)
@@ -322,7 +322,7 @@ def test_what_a_module_keeps_as_it_is_made_is_looked_at_if_forward_can_make_one(
     slots = script_caches._slots
     model = kind()
     MADE.clear()
-    monkeypatch.setattr(script_caches, "_slots", lambda owner: looked_at.append(owner) or slots(owner))
+    monkeypatch.setattr(script_caches, "_slots", lambda owner, *names: looked_at.append(owner) or slots(owner, *names))
     caches = ScriptCaches([], model.modules())
     with FakeTensorMode():
         model()
