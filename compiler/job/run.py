@@ -42,6 +42,7 @@ from ...runtime.state.weights import (
     DirectoryWeights,
     LiveWeights,
     WeightSource,
+    frozen_in_files,
     open_directory,
     stage_buffers,
     weights_to_read,
@@ -145,10 +146,11 @@ class JobRun:
                 "penstock.compile(..., plan=job.plan)"
             )
         if self._driver is None:
-            driver = self._start()
             tell_if_marked(self.model)
+            source, refused = self._try_source()
+            driver = self._start(source, refused)
             try:
-                source = self.source()
+                assert source is not None
                 for spec in self.folder.interface.stages.values():
                     driver.load_stage(spec.name, weights_to_read(source, spec), stage_buffers(source, spec))
                 base = self._identity(source)
@@ -160,10 +162,17 @@ class JobRun:
             self.own.note()
         return self._driver
 
-    def _start(self) -> Driver:
-        """The devices, without weights yet, at step 0. Raises `HardwareError` where this machine is not what the
-        plan is for: too few GPUs, too little DRAM, no directory for files."""
-        refused: PenstockError | None = None
+    def _try_source(self) -> tuple[WeightSource | None, PenstockError | None]:
+        """The source, or why there is none, which other ranks are told at the start."""
+        try:
+            return self.source(), None
+        except PenstockError as error:
+            return None, error
+
+    def _start(self, source: WeightSource | None, refused: PenstockError | None = None) -> Driver:
+        """The devices, without weights yet, at step 0. `source`: of frozen weights, which may stay where they are.
+        Raises `refused`, and `HardwareError` where this machine is not what the plan is for: too few GPUs, too little
+        DRAM, no directory for files."""
         try:
             require_machine(self.folder.hardware, self.programs, self.folder.settings.ssd_dirs)
             require_constants(self.folder)
@@ -171,11 +180,15 @@ class JobRun:
                 self._scratch = scratch.temporary("job")
                 self.directory = self.folder.write(self._scratch.path)
         except (HardwareError, PlanError) as error:
-            refused = error
+            refused = refused or error
         except OSError as error:
-            refused = HardwareError(f"the programs cannot be written: {error}; TMPDIR says where temporary files go")
+            refused = refused or HardwareError(
+                f"the programs cannot be written: {error}; TMPDIR says where temporary files go"
+            )
         self.step_count, self._last, self._unfinished = 0, None, None
-        return start_driver(self.setup(self.directory or Path()), refused)
+        stages = self.folder.interface.stages.items()
+        in_files = {name: {} if source is None else frozen_in_files(source, spec) for name, spec in stages}
+        return start_driver(replace(self.setup(self.directory or Path()), in_files=in_files), refused)
 
     @contextmanager
     def breaking(self) -> Iterator[None]:
@@ -431,7 +444,7 @@ class JobRun:
         if self.broken or (self._driver is not None and self._driver.closed):
             self.close()
         if self._driver is None:
-            self._driver = self._start()
+            self._driver = self._start(source)
         self.finish_step()
         self.broken, self._closed, self._unfinished = "", False, None
         with self.breaking():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import Interface, place_of
 from ..optimizer.spec import OptimizerSpec
 from ..source.trust import ONLY_VERIFIED, Trust
+from ..ssd.extents import FileRange
 from .file import DeviceFile, open_device_file
 from .pacing import Paces
 
@@ -35,7 +37,8 @@ class HostShare:
 class DeviceSetup:
     """Everything that one device needs to start. `file`: its generated file, a program of `interface`; `trust`: how far
     its other text may run. `compile_stages`: blocks are run by `torch.compile`. `stop_on_nan`: a step whose loss is not
-    finite makes no update, where it can be undone."""
+    finite makes no update, where it can be undone. `in_files`: by stage and name, where the user's files have the bytes
+    of frozen weights."""
 
     index: int
     file: Path
@@ -50,6 +53,7 @@ class DeviceSetup:
     trust: Trust = ONLY_VERIFIED
     compile_stages: bool = False
     stop_on_nan: bool = False
+    in_files: Mapping[str, Mapping[str, FileRange]] = field(default_factory=dict)
 
     @property
     def spec(self) -> Device:
@@ -75,6 +79,9 @@ class DeviceSetup:
             "share": asdict(self.share),
             "trust": asdict(self.trust),
             "paces": self.paces.to_json(),
+            "in_files": {
+                stage: {name: asdict(each) for name, each in row.items()} for stage, row in self.in_files.items()
+            },
         }
 
     @staticmethod
@@ -87,5 +94,9 @@ class DeviceSetup:
             "share": HostShare(**{**raw["share"], "ssd_dirs": tuple(raw["share"]["ssd_dirs"])}),
             "trust": Trust.from_json(raw["trust"]),
             "paces": Paces.from_json(raw["paces"]),
+            "in_files": {
+                stage: {name: FileRange(**each) for name, each in row.items()}
+                for stage, row in raw["in_files"].items()
+            },
         }
         return DeviceSetup(**{**raw, **typed})

@@ -198,6 +198,7 @@ class DeviceState:
             optimizer=setup.optimizer if trained else None,
             flat_stage=self._flat_stage(stage, home.group),
             folder=self.memory.folder,
+            in_files=setup.in_files.get(stage, {}),
             staging=self.memory.staging,
             workspace=self.workspaces[ops.COMPUTE if ops.DEVICE in (home.weights, home.states) else ops.CPU],
             constants=file.constants(self.interface.stages[stage]),

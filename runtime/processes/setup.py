@@ -4,8 +4,8 @@ run."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from ..emulate.throttle import SharedTransfers, shared_transfers
 from ..optimizer.stage_optimizer import OptimizerSpec
 from ..source.file import FUNCTIONS
 from ..source.trust import ONLY_VERIFIED, Trust
+from ..ssd.extents import FileRange
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RunSetup:
 
     `ssd_dirs` are directories for files, one per SSD, the same on every host; by default each host's own in the
     hardware document. `ssd_verify` checks everything that is read from SSD. `trust`: how far the files may run.
-    `compile_stages`: blocks are run by `torch.compile`. `stop_on_nan`: see `DeviceSetup`.
+    `compile_stages`: blocks are run by `torch.compile`. `stop_on_nan`, `in_files`: see `DeviceSetup`.
     """
 
     files: Sequence[Path]
@@ -53,6 +54,7 @@ class RunSetup:
     trust: Trust = ONLY_VERIFIED
     compile_stages: bool = False
     stop_on_nan: bool = False
+    in_files: Mapping[str, Mapping[str, FileRange]] = field(default_factory=dict)
 
     @cached_property
     def roles(self) -> list[dict[str, Program]]:
@@ -163,6 +165,7 @@ class RunSetup:
             trust=self.trust,
             compile_stages=self.compile_stages,
             stop_on_nan=self.stop_on_nan,
+            in_files=self.in_files,
         )
 
     def ssd_dirs_of(self, host: int) -> list[str]:

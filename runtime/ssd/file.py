@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor
 from ...ir.errors import SsdError
 from .checksums import PageSums
 from .direct_io import ALIGN_BYTES, Engine, Piece
+from .extents import Extent
 
 
 @dataclass
@@ -40,6 +42,7 @@ class SsdFile:
 
     Chunk c is on stripe `(first + c) % len(stripes)`. Reads and writes block until done; one thread may read while
     another writes, as long as their regions do not overlap. `sums`: the checksums, if contents are checked.
+    `extents`: in order, pages that count as written, and are read where the user has them, until others are written.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SsdFile:
         first: int,
         home: FolderTraffic,
         sums: PageSums | None = None,
+        extents: Sequence[Extent] = (),
     ):
         self.name = name
         self.num_bytes = num_bytes
@@ -57,7 +61,10 @@ class SsdFile:
         self._first = first
         self._home = home
         self._sums = sums
+        self._extents = [*extents]
         self._written = Regions()
+        for extent in extents:
+            self._written.add(extent.begin, extent.end)
 
     def read(self, offset_bytes: int, into: Tensor) -> None:
         """Fill `into` (uint8, on the host, address and length multiples of 4096) from `offset_bytes` on.
@@ -76,23 +83,53 @@ class SsdFile:
                 offset_bytes=hole,
             )
         compare = None if self._sums is None else self._compare
+        for extent in self._extents_in(offset_bytes, offset_bytes + len(memory)):
+            extent.require_unchanged()
+            os.posix_fadvise(extent.fd, extent.position, len(extent), os.POSIX_FADV_WILLNEED)
         self._home.engine.read(list(self._pieces(offset_bytes, memory)), compare)
         with self._home.lock:
             self._home.read_bytes += len(memory)
 
     def write(self, offset_bytes: int, source: Tensor) -> None:
-        """Store `source` (uint8, on the host, address and length multiples of 4096) from `offset_bytes` on.
+        """Store `source` (uint8, on the host, address and length multiples of 4096) from `offset_bytes` on. Extents
+        that have these contents already stay.
 
         Raises `SsdError` if the disk fails; the whole region then counts as never written.
         """
         memory = self._memory(offset_bytes, source)
+        for extent in self._extents_in(offset_bytes, offset_bytes + len(memory)):
+            if not self._has(extent, memory[extent.begin - offset_bytes : extent.end - offset_bytes]):
+                self._drop(extent)
+        own = {stripe.fd for stripe in self.stripes}
+        pieces = [piece for piece in self._pieces(offset_bytes, memory) if piece.fd in own]
         with self._home.lock:
             self._written.remove(offset_bytes, offset_bytes + len(memory))
         remember = None if self._sums is None else self._remember
-        self._home.engine.write(list(self._pieces(offset_bytes, memory)), remember)
+        self._home.engine.write(pieces, remember)
         with self._home.lock:
             self._written.add(offset_bytes, offset_bytes + len(memory))
-            self._home.written_bytes += len(memory)
+            self._home.written_bytes += sum(len(piece.memory) for piece in pieces)
+
+    def _extents_in(self, begin: int, end: int) -> list[Extent]:
+        """The parts of extents between two bytes."""
+        return [extent.cut(begin, end) for extent in self._extents if extent.begin < end and begin < extent.end]
+
+    def _has(self, extent: Extent, wanted: memoryview) -> bool:
+        """Whether the user's file has these contents."""
+        step = self._home.chunk_bytes
+        parts = (wanted[done : done + step] for done in range(0, len(wanted), step))
+        return all(
+            os.pread(extent.fd, len(part), extent.position + number * step) == part for number, part in enumerate(parts)
+        )
+
+    def _drop(self, extent: Extent) -> None:
+        """From here on these pages are the file's own."""
+        rests = [
+            each.cut(begin, end)
+            for each in self._extents
+            for begin, end in ((each.begin, extent.begin), (extent.end, each.end))
+        ]
+        self._extents = [each for each in rests if each.begin < each.end]
 
     def _memory(self, offset_bytes: int, tensor: Tensor) -> memoryview:
         assert tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous(), f"{self.name}: flat uint8"
@@ -107,15 +144,21 @@ class SsdFile:
         return (self._first + offset_bytes // self._home.chunk_bytes) % len(self.stripes)
 
     def _pieces(self, offset_bytes: int, memory: memoryview) -> Iterator[Piece]:
-        """The pieces of a region, which is cut at the borders of chunks."""
-        chunk, done = self._home.chunk_bytes, 0
-        while done < len(memory):
-            index, inside = divmod(offset_bytes + done, chunk)
-            length = min(chunk - inside, len(memory) - done)
-            stripe = self.stripes[self._disk(offset_bytes + done)]
-            position = index // len(self.stripes) * chunk + inside
-            yield Piece(stripe.fd, position, memory[done : done + length], stripe.path, offset_bytes + done)
-            done += length
+        """The pieces of a region, which is cut at the borders of chunks and extents."""
+        chunk, begin, end = self._home.chunk_bytes, offset_bytes, offset_bytes + len(memory)
+        while begin < end:
+            index, inside = divmod(begin, chunk)
+            extent = next((extent for extent in self._extents if begin < extent.end), None)  # this one or the next
+            if extent is None or begin < extent.begin:
+                border, stripe = end if extent is None else extent.begin, self.stripes[self._disk(begin)]
+                fd, path, position = stripe.fd, stripe.path, index // len(self.stripes) * chunk + inside
+            else:
+                border, fd, path = extent.end, extent.fd, extent.path
+                position = extent.position + begin - extent.begin
+            length = min(chunk - inside, end - begin, border - begin)
+            part = memory[begin - offset_bytes : begin - offset_bytes + length]
+            yield Piece(fd, position, part, path, begin)
+            begin += length
 
     def _remember(self, piece: Piece) -> None:
         assert self._sums is not None

@@ -22,6 +22,7 @@ from ...ir import ops
 from ...ir.errors import PlanError
 from ...ir.program import PAGE, Interface, StageHome, StageSpec, aligned
 from ..optimizer.spec import OptimizerSpec
+from ..ssd.extents import FileRange
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
 from ..state.tensor_file import StoredTensor
@@ -58,8 +59,8 @@ class SsdTensor(StoredTensor):
 
 
 class StageFile:
-    """The file of one stage, or of a shard of it, whose weights are laid out by `layout`. Raises `DoesNotFit` if the
-    disks lack the room."""
+    """The file of one stage, or of a shard of it, whose weights are laid out by `layout`. `in_files`: where the user's
+    files have the bytes of frozen weights. Raises `DoesNotFit` if the disks lack the room."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class StageFile:
         home: StageHome,
         optimizer: OptimizerSpec | None,
         folder: SsdFolder,
+        in_files: Mapping[str, FileRange],
     ):
         self.spec, self.layout, self.master, self.optimizer = spec, layout, interface.master, optimizer
         counted = interface.part_of(spec.name, home.group)  # shards are counted alike, whatever they have of parameters
@@ -81,7 +83,14 @@ class StageFile:
         # Pages that an update reads and writes; without weights here all are states.
         is_whole = not (self.has_weights and self.has_states)
         self.ranges = ((0, self.num_bytes),) if is_whole else interface.update_ranges(counted, home.group)
-        self.file = folder.reserve(spec.name, self.num_bytes * (2 if home.undo else 1))
+        slots = 2 if home.undo else 1
+        ranges = (
+            (slot * self.num_bytes + place.offset_bytes, in_files[place.name])
+            for slot in range(slots)
+            for place in (layout.places if self.has_weights else ())
+            if place.name in in_files
+        )
+        self.file = folder.reserve(spec.name, self.num_bytes * slots, ranges)
         self.slot = 0
         self.new_slot = 1 if home.undo else 0
         self.written = False  # whether the new slot holds this step's contents

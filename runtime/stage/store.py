@@ -17,6 +17,7 @@ from ...ir.program import FIRST_FORM, Interface, ParamSpec, StageHome, StageSpec
 from ..optimizer.gradients import Grads
 from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSnapshot, OptimizerSpec, StageOptimizer, Workspace
+from ..ssd.extents import FileRange
 from ..ssd.folder import SsdFolder
 from ..state.part_params import member_part, whole_of_members
 from ..state.tensor_file import Reads
@@ -47,9 +48,10 @@ class StoreSetup:
     """The way in which a device keeps a stage.
 
     `optimizer` is None if the stage is not trained here. `flat_stage`: how the stage is spread, if only a shard of it
-    is kept here; `load` takes whole tensors, `state` gives pieces. Files go to `folder`; `staging(num_bytes)` lends a
-    buffer of DRAM between steps. `constants`: buffers that are neither loaded nor saved. `node`: where DRAM near the
-    device is, see `nodes`. `weights_move`, `compiler`: see `StageRunner`.
+    is kept here; `load` takes whole tensors, `state` gives pieces. Files go to `folder`, but for whole weights that
+    are `in_files` of the user's already; `staging(num_bytes)` lends a buffer of DRAM between steps. `constants`:
+    buffers that are neither loaded nor saved. `node`: where DRAM near the device is, see `nodes`. `weights_move`,
+    `compiler`: see `StageRunner`.
     """
 
     device: torch.device
@@ -59,6 +61,7 @@ class StoreSetup:
     optimizer: OptimizerSpec | None = None
     flat_stage: FlatStage | None = None
     folder: SsdFolder | None = None
+    in_files: Mapping[str, FileRange] = field(default_factory=dict)
     staging: Callable[[int], Tensor] | None = None
     workspace: Workspace | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
@@ -102,7 +105,8 @@ class StageStore:
         self.file: StageFile | None = None
         if ops.SSD in (home.weights, home.states):
             assert setup.folder is not None and setup.staging is not None
-            self.file = StageFile(self.part, self.layout, interface, home, optimizer, setup.folder)
+            in_files = setup.in_files if flat_stage is None else {}
+            self.file = StageFile(self.part, self.layout, interface, home, optimizer, setup.folder, in_files)
         self._trained = [name for name, param in self.runner.parameters.items() if param.requires_grad]
         staged = None if self.file is None else self.file.views(self._stage())
         self.masters = self._make_masters(interface.master and optimizer is not None, staged)

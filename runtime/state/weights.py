@@ -10,7 +10,7 @@ import fnmatch
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,9 +22,10 @@ from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, ties_of, unsaved_buffers
 from ..quantised.linear_packed import Packing
 from ..quantised.model import names_of_bytes, with_bytes
+from ..ssd.extents import FileRange
 from .fresh import FreshValues
-from .quantised import quantised_layers
-from .stored import refuse_nan
+from .quantised import StoredBytes, quantised_layers
+from .stored import Stored, dtype_of, refuse_nan
 from .tensor_file import Reads
 from .weight_files import Place, match_names, open_files, packed_weights, require_kinds
 from .wrapped import ModelPart
@@ -48,6 +49,10 @@ class WeightSource(ABC):
     def is_shared(self, name: str) -> bool:
         """Whether `read` returns storage that the source continues to use."""
         return False
+
+    def range_of(self, param: ParamSpec) -> FileRange | None:
+        """The bytes of a file that are those of a parameter as programs compute with it; None if there are none."""
+        return None
 
 
 class LiveWeights(WeightSource):
@@ -84,6 +89,9 @@ class PartWeights(WeightSource):
     def is_shared(self, name: str) -> bool:
         return self._whole.is_shared(self._names[name])
 
+    def range_of(self, param: ParamSpec) -> FileRange | None:
+        return self._whole.range_of(replace(param, name=self._names[param.name]))
+
 
 @dataclass(frozen=True)
 class DirectoryWeights(WeightSource):
@@ -111,6 +119,15 @@ class DirectoryWeights(WeightSource):
 
     def is_shared(self, name: str) -> bool:
         return name in self.held
+
+    def range_of(self, param: ParamSpec) -> FileRange | None:
+        place = self.where.get(param.name)
+        stored = place.stored if isinstance(place, StoredBytes) and not place.field else place
+        if not isinstance(stored, Stored) or (stored is place and dtype_of(stored) != getattr(torch, param.dtype)):
+            return None
+        entry = stored.file.entries[stored.key]
+        found = FileRange(str(stored.file.path.resolve()), entry.begin, entry.end - entry.begin)
+        return found if found.num_bytes == param.bytes else None
 
 
 def with_bytes_of(model: nn.Module, directory: str | os.PathLike[str] | None) -> tuple[nn.Module, str]:
@@ -210,6 +227,13 @@ def weights_to_read(source: WeightSource, spec: StageSpec, *, own: bool = False)
         return stored.to(dtype, copy=own and source.is_shared(param.whole_name))
 
     return Reads(params, read)
+
+
+def frozen_in_files(source: WeightSource, spec: StageSpec) -> dict[str, FileRange]:
+    """The bytes of files that are those of frozen weights of a stage, each whole, as programs compute with it."""
+    frozen = (param for param in spec.params if param.part is None and not param.requires_grad)
+    found = {param.name: source.range_of(param) for param in frozen}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _loaded_dtype(stored: Tensor, param: ParamSpec, trained: bool) -> torch.dtype:

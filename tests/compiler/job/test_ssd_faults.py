@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from penstock.compiler.job.job import Job
-from penstock.compiler.job.run import JobRun
 from penstock.ir.errors import HardwareError, NonFiniteLoss, PlanError, SsdError, WorkerError
 from penstock.runtime.measure.detect import ram_bytes
 from penstock.runtime.processes.driver import InProcessDriver
@@ -24,6 +23,7 @@ from penstock.runtime.processes.local import LocalWorkers
 from penstock.runtime.ssd import folder as ssd_folder
 from penstock.runtime.ssd.direct_io import Engine
 from penstock.runtime.ssd.directory import no_direct
+from penstock.runtime.state.weights import LiveWeights
 from penstock.tests.compiler.eager_baseline import optimizer_states, zoo_case
 from penstock.tests.compiler.job.ssd_jobs import (
     CROSSED,
@@ -249,7 +249,7 @@ def test_directories_that_cannot_be_used(
         if os.access(directory, os.W_OK):
             pytest.skip("this user may write everywhere")
     job, batch = job_of("mlp", on_ssd(), [directory])
-    monkeypatch.setattr(JobRun, "source", lambda self: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(LiveWeights, "read", lambda self, name: pytest.fail("weights are loaded"))
     with pytest.raises(HardwareError, match=rf"ssd directory {directory}: .*{said}"):
         job.step(batch)
     if place == "buffered":

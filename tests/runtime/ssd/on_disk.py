@@ -36,6 +36,12 @@ def aligned_memory(num_bytes: int, seed: int | None = None) -> Tensor:
     return memory
 
 
+def file_bytes(directory: Path, name: str) -> int:
+    """The space on disk of the file of this name, in a directory with scratch folders."""
+    (found,) = directory.rglob(f"*-{name}")
+    return found.stat().st_blocks * 512
+
+
 def make_engine(name: str, num_disks: int = 1) -> Engine:
     """Skips the test where the engine does not work."""
     if name == "threads":

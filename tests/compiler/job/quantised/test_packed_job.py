@@ -32,6 +32,7 @@ from penstock.tests.compiler.job.quantised.packed_models import (
     write_qwen3_moe,
 )
 from penstock.tests.compiler.reasons import reasons_of
+from penstock.tests.runtime.ssd.on_disk import directories, file_bytes
 from penstock.tests.shown_elsewhere import slow_but
 
 SWAPPED = (
@@ -235,10 +236,13 @@ def test_resident_on_ssd_and_compiled(tmp_path: Path) -> None:
     whole = write_gpt_oss(packed)
     theirs = with_adapters(adapt(plain_model(packed, whole), ATTENTION))
     expected = eager_losses(theirs)
-    for options in ({"strategy": "gpipe"}, {"strategy": "fuyou", "ssd_dirs": [tmp_path]}, {"compile_stages": True}):
+    (disk,) = directories(tmp_path)
+    for options in ({"strategy": "gpipe"}, {"strategy": "fuyou", "ssd_dirs": [disk]}, {"compile_stages": True}):
         model = adapt(on_meta(packed), ATTENTION)
         with compile_job(model, packed, **options) as job:  # type: ignore[arg-type]
             losses, trained = train(job, model)
+            if "ssd_dirs" in options:  # read in place, but for pages that tensors share
+                assert file_bytes(disk, "stage4") == 0 < file_bytes(disk, "stage1") < 49152  # of 98304
         assert losses == pytest.approx(expected, rel=1e-5)
         require_close(trained, theirs)
 
