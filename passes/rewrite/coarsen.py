@@ -105,4 +105,6 @@ def _remarks(graph: OpGraph, blocks: list[Block]) -> list[str]:
     uncounted = [block for block in blocks if block.cost.uncounted]
     names = sorted({name.removeprefix("aten::") for block in uncounted for name in block.cost.uncounted})
     found = [f"peaks leave out what {', '.join(names)} may hold on a GPU while they run"] if names else []
-    return found + sorted({unknown_call(graph, node) for block in uncounted for node in block.nodes} - {""})
+    # One call of each function at each line: parts of a table differ by their numbers alone.
+    alike = {(node.target, node.meta.get("source")): node for block in uncounted for node in block.nodes}
+    return found + sorted({unknown_call(graph, node) for node in alike.values()} - {""})

@@ -19,6 +19,7 @@ from penstock.graph.operators.record import LARGEST, GpuSize
 from penstock.graph.operators.table import workspace_bytes
 from penstock.graph.operators.workspace import attention
 from penstock.ir.machine.hardware import Hardware
+from penstock.passes.rewrite import coarsen as coarsen_pass
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.running import apply, draft_of
 from penstock.tests.shown_elsewhere import slow_rows_but
@@ -63,6 +64,21 @@ def test_what_is_not_counted_is_told(machine: str) -> None:
     coarsen.rewrite(draft, coarsen.plan(draft))
     told = {"coarsen": "peaks leave out what kthvalue may hold on a GPU while they run"}
     assert draft.notes == ({} if machine == "cpu" else told)
+
+
+class Several(Second):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return torch.stack([x.kthvalue(k).values for k in range(1, 6)]).square().mean()
+
+
+def test_one_call_of_a_line_is_asked_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table in hundreds of parts has a call for each, alike but for its numbers."""
+    asked: list[str] = []
+    monkeypatch.setattr(coarsen_pass, "unknown_call", lambda graph, node: asked.append(str(node.target)) or "")
+    draft, coarsen = draft_of(trace(Several(), {"x": torch.ones(4, 8)}), Hardware.from_any("rtx4090x1")), Coarsen()
+    coarsen.rewrite(draft, coarsen.plan(draft))
+    assert asked.count("kthvalue") == 1
 
 
 def test_a_sum_over_rows_leaves_a_part_for_each_block_of_threads() -> None:
