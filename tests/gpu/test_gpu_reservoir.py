@@ -4,6 +4,7 @@ peaks as predicted."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_model
 
 import penstock
 from penstock.bench.peers import parity
@@ -84,6 +86,22 @@ def test_losses_and_weights_are_eagers(line: str, precision: str, disk: str) -> 
     apart = parity.compare(found, wanted, parity.start_of(model))
     assert apart.fits(precision), apart
     assert found.losses[-1] < found.losses[0]
+
+
+def test_frozen_weights_are_read_in_files_on_the_disk(disk: str, tmp_path: Path) -> None:
+    """Into page-locked memory, at places in the file that begin no page."""
+    model, data = model_of(), batches()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("1" in name or "weight" not in name)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    wanted = parity.train_eager(model, data, DEVICE)
+    with compile_job(model, data[0], FUYOU, disk, weights=tmp_path) as job:
+        found = parity.train_job(job, data)
+        taken = sum(path.stat().st_blocks * 512 for path in Path(disk).rglob("*-stage*"))
+        frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+        assert taken < sum(path.stat().st_size for path in Path(disk).rglob("*-stage*")) - frozen // 2
+    trained = replace(found, weights={name: found.weights[name] for name in wanted.weights})
+    assert parity.compare(trained, wanted, parity.start_of(model)).fits("fp32")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
