@@ -1,13 +1,14 @@
 """The first hour on a real GPU: six calls of less than ten minutes each, and one row a figure, written at once.
 
     1  probe     what the machine has; its rates; context and libraries, locked pages, copies both ways, what the host
-                 pays for an instruction, AdamW, NCCL with one rank, and with two where there are two GPUs
+                 pays for an instruction, AdamW, NCCL with one rank
     2  tests     every test for a GPU, with streams delayed at random and memory poisoned; parity
     3  speed     steps against eager and against max(computation, copies, optimizer), with the time that kernels were
                  at work, by torch's profiler, and snapshots of the allocator
     4  reservoir a model of 7 billion parameters on 24 GB, alone
     5  peers     "bf16-true" against FSDP2 with offload, ZeRO-Offload and ZeRO-Infinity: at 24 GB, then the whole card
-    6  several   where there are two GPUs or more: plans on all of them beside FSDP2 and torch.distributed.pipelining
+    6  several   where there are two GPUs or more: the memory of communicators, gathers and messages by their size, and
+                 plans on all GPUs beside FSDP2 and torch.distributed.pipelining
 
 A call does the parts of the first call that has open ones. Their limits and its start add up to less than its ten
 minutes, so each of them is tried (bench/gpu/calls.py); in what they leave over it tries parts that failed in earlier

@@ -17,10 +17,11 @@ SIDES = {
 EXTENSIONS = Part(5, "extensions", 90)
 MACHINE = Part(1, "machine", 30)  # rows of the call itself
 HARDWARE = Part(1, "hardware", 100)
-PROBED = {"context": 40, "pinning": 70, "copies": 40, "host": 60, "adam": 130, "nccl": 50, "pair": 45}
+PROBED = {"context": 40, "pinning": 70, "copies": 40, "host": 60, "adam": 130, "nccl": 50}
 TESTS = Part(2, "tests", 400, tries=6)  # each goes on where the last stopped
 PARITY = Part(2, "parity", 130)
-SEVERAL = Part(6, "several", 540)
+EXCHANGES = Part(6, "exchanges", 110)
+SEVERAL = Part(6, "several", 430)
 SPEED = {"step-time": 90, "accounting": 90, "swapping": 90, "large-model": 120, "long-sequence": 150}
 # The limits of a call's parts add up to what is left of it after its start (calls.py).
 PARTS = (
@@ -32,6 +33,7 @@ PARTS = (
     Part(4, "reservoir", 540),
     EXTENSIONS,  # which DeepSpeed's parts need
     *(Part(5, f"{side}, {size}", limit_s) for size, sides in SIDES.items() for side, limit_s in sides.items()),
+    EXCHANGES,
     SEVERAL,
 )
 DOCUMENT = "hardware document"  # the figure whose value is the measured hardware's file
@@ -61,6 +63,10 @@ def _runner(part: Part, ledger: Ledger) -> Callable[[Any], Iterator[Row]]:
         return partial(one_side, side=side, memory=None if size == "whole card" else size, ours=ours)
     if part.name in PROBED:
         return getattr(importlib.import_module("penstock.bench.gpu.probe"), part.name)  # type: ignore[no-any-return]
+    if part == EXCHANGES:
+        from penstock.bench.peers.exchanges import exchanges
+
+        return exchanges
     if part == SEVERAL:
         from penstock.bench.peers.several_gpus import several
 

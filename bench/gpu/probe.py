@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import repeat
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -19,11 +17,8 @@ from penstock.bench import host_cost, optimizer
 from penstock.bench.peers.gpt import batch_of, gpt
 from penstock.bench.peers.gpu_sections import compile_job, swapping_job
 from penstock.bench.peers.gpu_setup import Row, Setup, note_call
-from penstock.ir.ops import DEVICE, PAIRS
 from penstock.runtime.accelerator import lock_pages
-from penstock.runtime.device.peers import GATHER, LOOPBACK, SCATTER, SUM, PeerLink, Use
 from penstock.runtime.measure import cuda
-from penstock.runtime.measure.links import message_rates
 from penstock.runtime.nodes import map_pages
 from penstock.runtime.stage.arena import locked_memory
 
@@ -231,38 +226,3 @@ def nccl(setup: Setup) -> Iterator[Row]:
             )
     finally:
         dist.destroy_process_group()
-
-
-def pair(setup: Setup) -> Iterator[Row]:
-    """Two GPUs, each with a process of its own: the memory of communicators, and messages by their size."""
-    if not setup.on_gpu or torch.cuda.device_count() < 2:
-        yield note_call("messages between two GPUs", "this machine has one at most")
-        return
-    sizes = [2**power * MIB for power in ((0, 1) if setup.small else (0, 2, 4, 6, 8))]
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        found = list(pool.map(_one_of_two, (0, 1), repeat(str(setup.scratch / "pair")), repeat(sizes)))
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    for what in ("messages", "group"):
-        taken = [each[what] for each in found]
-        yield note_call(f"MiB of the communicators of two GPUs for: {what}", taken, version=version)
-    rates = found[0]["rates"]
-    yield note_call("GB/s from one GPU to another", rates.pop("link") / GB, **rates)
-
-
-def _one_of_two(rank: int, path: str, sizes: Sequence[int]) -> dict[str, Any]:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    torch.cuda.synchronize()
-    store, largest = dist.FileStore(path, 2), sizes[-1]
-    uses = [*(Use(pattern, largest) for pattern in (SUM, GATHER, SCATTER, PAIRS)), Use(SUM, MIB)]
-
-    def measure(name: str, *connections: Any) -> tuple[PeerLink, float]:
-        free_bytes = torch.cuda.mem_get_info()[0]
-        link = PeerLink(dist.PrefixStore(name, store), rank, 2, {"both": [0, 1]}, device, hostname=LOOPBACK)
-        link.connect(*connections)
-        return link, (free_bytes - torch.cuda.mem_get_info()[0]) / MIB
-
-    messages = measure("messages", {(0, 1): ["there"], (1, 0): ["back"]}, {})
-    group = measure("group", {}, {"both": DEVICE}, {"both": uses})
-    rates = message_rates(dist.PrefixStore("rates", store), rank, sizes, LOOPBACK, device)
-    return {"messages": messages[1], "group": group[1], "rates": rates}

@@ -29,14 +29,13 @@ SWAPPED = {"mobius": "mobius", "zero3-offload": "zero3-offload"}
 def several(setup: Setup) -> Iterator[Row]:
     """A row for each side: seconds of a step, the loss, GiB that torch reserved on each GPU; then the fastest of ours
     over the fastest of theirs."""
-    world = min(MOST_GPUS, torch.cuda.device_count()) if setup.on_gpu else 0
+    world = number_of_gpus(setup)
     if world < 2:
         yield note_call("steps on several GPUs", "this machine has one at most")
         return
     size = replace(SMALL if setup.small else XL, tied=False, layers=max(world, (SMALL if setup.small else XL).layers))
-    hardware, measured = setup.scratch / "several.yaml", setup.scratch / "hardware.yaml"
-    found = penstock.Hardware.load(measured) if measured.exists() else penstock.Hardware.detect()
-    found.with_(num_devices=world, ssds=0).save(hardware)
+    hardware = setup.scratch / "several.yaml"
+    hardware_of(setup, world).save(hardware)
     held = {"memory": "1050kB" if setup.small else "12GB"}
     plans = {name: {"strategy": strategy, "hardware": {}} for name, strategy in RESIDENT.items()}
     plans |= {name: {"strategy": strategy, "hardware": held} for name, strategy in SWAPPED.items()}
@@ -45,7 +44,7 @@ def several(setup: Setup) -> Iterator[Row]:
         "rows": 2 * world * (1 if setup.small else 2), "hardware": str(hardware),
     }  # fmt: skip
     sides: dict[str, list[Row]] = defaultdict(list)
-    for row in rows_of_ranks(settings, world):
+    for row in rows_of_ranks("several_ranks", settings, world):
         own = sides[row["side"]]
         own.append(row)
         if len(own) == world:
@@ -53,10 +52,23 @@ def several(setup: Setup) -> Iterator[Row]:
     yield from comparison(sides, setup.small)
 
 
-def rows_of_ranks(settings: dict[str, Any], world: int) -> Iterator[Row]:
-    """The lines of all ranks, as they come. Raises `CalledProcessError` if they end badly."""
+def number_of_gpus(setup: Setup) -> int:
+    """The GPUs that take part, none on a CPU."""
+    return min(MOST_GPUS, torch.cuda.device_count()) if setup.on_gpu else 0
+
+
+def hardware_of(setup: Setup, world: int) -> penstock.Hardware:
+    """These GPUs with their host, as measured if the first call has done so."""
+    measured = setup.scratch / "hardware.yaml"
+    found = penstock.Hardware.load(measured) if measured.exists() else penstock.Hardware.detect()
+    return found.with_(num_devices=world, ssds=0)
+
+
+def rows_of_ranks(module: str, settings: dict[str, Any], world: int) -> Iterator[Row]:
+    """The lines of all ranks of a module of this folder, as they come. Raises `CalledProcessError` if they end
+    badly."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += ["-m", "penstock.bench.peers.several_ranks", json.dumps(settings)]
+    command += ["-m", f"penstock.bench.peers.{module}", json.dumps(settings)]
     environment = worker_environment(max(1, len(os.sched_getaffinity(0)) // world))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None

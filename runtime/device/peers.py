@@ -318,15 +318,23 @@ class PeerLink:
 
     def _nccl(self, name: str, members: Sequence[int], most_blocks: int | None = None) -> Any:
         """A communicator of these devices, which all must make it now."""
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a message goes before computation
-        options._timeout = NEVER
-        if most_blocks is not None:
-            options.config.max_ctas = most_blocks
-        os.environ.setdefault(SERIAL_SETTING, "false")
-        rank, store = list(members).index(self.index), dist.PrefixStore(f"nccl/{name}", self._store)
-        group = dist.ProcessGroupNCCL(store, rank, len(members), options)
-        group.eager_connect_single_device(self.device)  # else each pair that sends would get another communicator
-        return group
+        store, rank = dist.PrefixStore(f"nccl/{name}", self._store), list(members).index(self.index)
+        return nccl_communicator(store, rank, len(members), self.device, most_blocks)
+
+
+def nccl_communicator(
+    store: dist.Store, rank: int, count: int, device: torch.device, most_blocks: int | None = None
+) -> Any:
+    """A communicator of `count` GPUs, without connections. All of them must make it now, from a store of its own.
+    `most_blocks`: of each of its kernels."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a message goes before computation
+    options._timeout = NEVER
+    if most_blocks is not None:
+        options.config.max_ctas = most_blocks
+    os.environ.setdefault(SERIAL_SETTING, "false")
+    group = dist.ProcessGroupNCCL(store, rank, count, options)
+    group.eager_connect_single_device(device)  # else each pair that sends would get another communicator
+    return group
 
 
 def _alias(value: Tensor) -> Tensor:

@@ -113,9 +113,18 @@ def fetch_latency_s(repeats: int = 100) -> float:
 def message_rates(
     store: dist.Store, rank: int, sizes: Sequence[int], hostname: str | None = LOOPBACK, device: torch.device = CPU
 ) -> dict[str, Any]:
-    """Latency and bandwidth of messages between ranks 0 and 1, one direction at a time, and the share of the bandwidth
-    that messages of each of `sizes` (in bytes, rising) reach; both must call this. `hostname`: see `PeerLink`. The
-    messages are in the memory of `device`, by gloo in a host's and by NCCL in a GPU's."""
+    """Latency and bandwidth of messages between ranks 0 and 1, and the share of the bandwidth that messages of each of
+    `sizes` (in bytes, rising) reach; both must call this. See `message_seconds`."""
+    latency_s, took_s = message_seconds(store, rank, sizes, hostname, device)
+    return {"link_latency_s": latency_s, **link_shares(latency_s, took_s)}
+
+
+def message_seconds(
+    store: dist.Store, rank: int, sizes: Sequence[int], hostname: str | None = LOOPBACK, device: torch.device = CPU
+) -> tuple[float, dict[int, float]]:
+    """Seconds of an empty message between ranks 0 and 1, one direction at a time, and of one of each of `sizes`, by its
+    bytes; both must call this, and rank 0 has the seconds. `hostname`: see `PeerLink`. The messages are in the memory
+    of `device`, by gloo in a host's and by NCCL in a GPU's."""
     link = PeerLink(store, rank, 2, {}, device, hostname=hostname, timeout_s=60.0)
     link.connect({(0, 1): [THERE], (1, 0): [BACK]}, {})
     values = [torch.ones(1, device=device)]
@@ -123,7 +132,7 @@ def message_rates(
     with two_lanes(device) as (sends, receives):
         latency_s = _one_way_s(link, sends, receives, values[0], 50)
         took_s = [_one_way_s(link, sends, receives, value, 4) for value in values[1:]]
-    return {"link_latency_s": latency_s, **link_shares(latency_s, dict(zip(sizes, took_s, strict=True)))}
+    return latency_s, dict(zip(sizes, took_s, strict=True))
 
 
 def link_shares(latency_s: float, took_s: Mapping[int, float]) -> dict[str, Any]:

@@ -248,3 +248,12 @@ class TasksUnderWay:
     def _push(self, at_s: float, what: int | FlowClass, version: int) -> None:
         self.count += 1
         heappush(self.events, (at_s, self.count, what, version))
+
+
+def alone_s(cost: Cost, links: Mapping[str, Link]) -> float:
+    """Seconds of a task that has the machine to itself."""
+    progress, ended = TasksUnderWay(links), None
+    progress.begin(0, cost, 0.0)
+    while ended is None:
+        now_s, ended = progress.pop()
+    return now_s

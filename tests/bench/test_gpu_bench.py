@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from penstock.bench.peers import (
+    exchanges,
     extensions,
     gpu_bounds,
     gpu_cases,
@@ -28,6 +29,7 @@ from penstock.bench.peers.gpu_sections import SECTIONS, share_under
 from penstock.bench.peers.gpu_setup import Setup
 from penstock.bench.peers.several_ranks import FSDP, PIPELINE, Slice, loss_of
 from penstock.ir.errors import WorkerError
+from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.simulate import Span, Timeline
 
 
@@ -145,8 +147,9 @@ def test_the_share_of_one_stream_under_another() -> None:
 
 
 def test_several_gpus_compare_the_fastest_sides_by_their_slowest_rank(tmp_path: Path) -> None:
-    (told,) = several_gpus.several(Setup("cpu", small=True, scratch=tmp_path))
-    assert told["measured"] == "this machine has one at most"
+    for part in (several_gpus.several, exchanges.exchanges):
+        (told,) = part(Setup("cpu", small=True, scratch=tmp_path))
+        assert told["measured"] == "this machine has one at most"
     times = {"1f1b": (2.0, 4.0), "mobius": (3.0, 3.0), FSDP: (4.0, 5.0), PIPELINE: (6.0, 6.0)}
     losses = {PIPELINE: (None, 2.0002)}
     sides = {
@@ -163,6 +166,21 @@ def test_several_gpus_compare_the_fastest_sides_by_their_slowest_rank(tmp_path: 
     ratio, apart = several_gpus.comparison({**sides, "mics": [{"refused": "no room"}]}, small=True)
     assert ratio["measured"] == 0.6 and (ratio["plan"], ratio["peer"], ratio["ok"]) == ("mobius", FSDP, True)
     assert apart["measured"] == pytest.approx(1e-4) and len([*several_gpus.comparison(sides, small=False)]) == 1
+
+
+def test_exchanges_are_beside_what_the_simulator_counts() -> None:
+    """By hand, on four GPUs over NVLink: three rounds of a part; by host, a round of a part, then one of two."""
+    hardware, num_bytes = Hardware.from_any("a100-80gbx4"), 4 << 20
+    rate, latency_s = hardware.hosts[0].nvlink_bandwidth, hardware.hosts[0].nvlink_latency_s
+    assert rate is not None
+    gather_s = 3 * latency_s + 3 / 4 * num_bytes / rate
+    by_host_s = 2 * latency_s + (1 / 4 + 2 / 4) * num_bytes / rate
+    wanted = {"gather": gather_s, "reduce-scatter": gather_s, "gather by host": by_host_s}
+    for exchange, seconds in wanted.items():
+        found = exchanges.predicted_s(exchange, [0, 1, 2, 3], num_bytes, hardware, [0, 0, 1, 1])
+        assert found == pytest.approx(seconds), exchange
+    message_s = exchanges.predicted_s("message", [1, 3], num_bytes, hardware, [])
+    assert message_s == pytest.approx(latency_s + num_bytes / rate)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -7,6 +7,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,23 @@ import torch
 from penstock.bench import gpu_first
 from penstock.bench.gpu.device_tests import OVER
 from penstock.bench.gpu.ledger import ENDS, FILE
+from penstock.bench.peers.exchanges import BY_HOST, GATHER, MESSAGE, SUM
 from penstock.bench.peers.extensions import FOLDER, LINKED, ready_to_build
 from penstock.bench.peers.gpu_setup import Setup
 from penstock.bench.peers.several_gpus import RESIDENT, SWAPPED, several
 from penstock.bench.peers.several_ranks import FSDP, PIPELINE
+from penstock.runtime.measure.communicators import STEPS
 
+EMULATED = "FAKECUDA_TORCH" in os.environ  # there a process has the number of GPUs that it asks for
+EXCHANGES = """
+import json, sys
+from pathlib import Path
+from penstock.bench.peers.exchanges import exchanges
+from penstock.bench.peers.gpu_setup import Setup
+
+for row in exchanges(Setup("cuda", small=True, scratch=Path(sys.argv[1]))):
+    print(json.dumps(row))
+"""
 pytestmark = pytest.mark.gpu
 NAMED = ("nccl", "tests", "penstock, 24GB", "fsdp2, 24GB")
 
@@ -53,6 +68,37 @@ def test_plans_and_peers_on_all_gpus_train_the_same(tmp_path: Path) -> None:
     *sides, _, apart = several(Setup("cuda", small=True, scratch=tmp_path, seconds=540.0))
     assert {row["side"] for row in sides} == {*RESIDENT, *SWAPPED, FSDP, PIPELINE}
     assert all(row["figure"].startswith("seconds of a step") for row in sides) and apart["ok"], (sides, apart)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("world", [2, 4])
+def test_exchanges_are_timed_by_size_and_communicators_weighed(world: int, tmp_path: Path) -> None:
+    if not EMULATED and torch.cuda.device_count() != world:
+        pytest.skip(f"needs {world} GPUs")
+    emulated = {"FAKECUDA_DEVICES": str(world), "FAKECUDA_NCCL_BUFFERS": "1", "FAKECUDA_NCCL_MB": "8"}
+    done = subprocess.run(
+        [sys.executable, "-c", EXCHANGES, str(tmp_path)], env=os.environ | emulated, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    timed = [row for row in rows if row["figure"].startswith("seconds of a ")]
+    assert all(row["measured"] > 0 and row["predicted_s"] > 0 for row in timed)
+    assert all(row["bytes_per_s"] == row["bytes"] / row["measured"] for row in timed)
+    names = {exchange: f"seconds of a {exchange}" for exchange in (GATHER, BY_HOST, SUM, MESSAGE)}
+    found = Counter((row["figure"], tuple(row["members"]), row["bytes"]) for row in timed)
+    every = tuple(range(world))
+    members = {GATHER: [every], SUM: [every], BY_HOST: [every] * (world > 2), MESSAGE: [*combinations(every, 2)]}
+    assert found == {
+        (names[exchange], each, size): 1
+        for exchange, several in members.items() for each in several for size in (64 << 10, 1 << 20)
+    }  # fmt: skip
+    weighed = {(row["figure"], *row["members"]): row["measured"] for row in rows if "reserved_bytes" in row}
+    assert len(weighed) == len(STEPS) * (1 if world == 2 else 2)
+    if EMULATED:  # two channels of 2 MiB at a sender and 10 MiB at a receiver
+        rest, message, group, gather, sums = (weighed[(f"bytes of communicators: {name}", *every)] for name in STEPS)
+        assert rest == group == world * [8 << 20] and message == [4 << 20, 20 << 20, *[0] * (world - 2)]
+        assert gather == world * [24 << 20] and sums == world * [0]
 
 
 def test_linkers_find_the_libraries_that_torch_has_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.machine.links import Link
-from penstock.runtime.simulate.sharing import Cost, TasksUnderWay, Traffic, fair_rates
+from penstock.runtime.simulate.sharing import Cost, TasksUnderWay, Traffic, alone_s, fair_rates
 
 NAMES = ("a", "b", "c", "d", "read", "write")
 
@@ -135,6 +135,7 @@ def test_the_parts_of_a_cost_come_one_behind_the_other() -> None:
     links = make_links([10.0, 20.0])
     last = Cost(0.5, ((("b",), 20.0),))
     cost = Cost(1.0, ((("a",), 10.0), (("b",), 10.0)), then=Cost(0.25, then=last))
+    assert alone_s(cost, links) == pytest.approx(1.0 + 1.0 + 0.25 + 0.5 + 1.0)
     progress = TasksUnderWay(links)
     progress.begin(7, cost, 2.0)
     ends = []
