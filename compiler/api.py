@@ -277,7 +277,7 @@ def _folder(request: Request, graphs: Graphs, result: SearchResult, rows: RowFac
     own, imports = print_all(draft, best.evaluation, plan), Imports()
     counts = print_counts(loss, picks[0], imports)
     settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
-    folder = Folder(plan, request.machine, own.interface, settings, own.files, own.smaller, counts, own.constants)
+    folder = Folder(plan, draft.machine, own.interface, settings, own.files, own.smaller, counts, own.constants)
     return folder, own.trust.union(imports.trust())
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..ir.program import ParamSpec, Program
+from ..ir.program import ParamSpec, Program, slice_of
 from .decisions import Lanes, OnSsd, Sharding
 
 if TYPE_CHECKING:
@@ -133,6 +133,11 @@ class Draft:
     def lane_hardware(self) -> Hardware:
         """The part of the machine that one lane has."""
         return self.lane_part or self.machine
+
+    def use_machine(self, machine: Hardware) -> None:
+        """Take a machine in place of the present one, from which it differs in memory alone."""
+        self.lane_part = None if self.lane_part is None else slice_of(machine, self.mesh.lanes)
+        self.machine = machine
 
     def stage_of(self, name: str) -> PlannedStage:
         return next(s for s in self.stages if s.spec.name == name)

@@ -87,6 +87,7 @@ class Case:
     steps: int = 3
     start: int = 1024
     environment: Mapping[str, str] = field(default_factory=dict)
+    nvlink_bandwidth: float | None = None
 
     def hardware(self, ssd_dir: str) -> penstock.Hardware:
         """This machine's GPUs; of larger ones than the card, as much as it has."""
@@ -94,6 +95,8 @@ class Case:
         if self.files:
             ssds = [{"size_bytes": 8 * 10**9, "read_bandwidth": 1e9, "write_bandwidth": 1e9, "directory": ssd_dir}]
         found = penstock.Hardware.detect().with_(num_devices=self.num_devices, dram=self.dram, ssds=ssds)
+        if self.nvlink_bandwidth is not None:  # which the emulator has not
+            found = found.with_(nvlink_bandwidth=self.nvlink_bandwidth)
         memory_bytes = CARDS[self.card].memory_bytes
         larger = all(device.memory_bytes > memory_bytes for device in found.devices)
         return found.with_(memory=memory_bytes) if larger else found
@@ -174,6 +177,8 @@ OFFLOADED = (
 )
 SLOW = {"FAKECUDA_KERNEL_US": "1000", "FAKECUDA_DELAY_US": "2000"}
 MATH = {"FAKECUDA_ATTENTION": "math"}
+# As NCCL takes over NVLink by its source: 396 MiB by three communicators at rest, of 16, 16 and 32 channels.
+NCCL = {"FAKECUDA_NCCL_MB": "132", "FAKECUDA_NCCL_CHANNELS": "32", "FAKECUDA_NCCL_BUFFERS": "1"}
 
 CASES: dict[str, Case] = {
     "resident, states": Case("8GB", GptSize(18, 1280, 20, 32768, 64), 1, 1, with_stages(BALANCED, 1)),
@@ -233,6 +238,9 @@ SMALL_CASES: dict[str, Case] = {
         "4GB", GptSize(2, 256, 4, 65536, 64), 4, 2, with_stages(BALANCED, 1).replace("chunk-loss, ", ""),
     ),
     "small, 1f1b": Case("4GB", SMALL, 8, 4, STRATEGIES["1f1b"], num_devices=2, start=8592),
+    "small, 1f1b, NVLink": Case(
+        "4GB", SMALL, 8, 4, STRATEGIES["1f1b"], num_devices=2, start=6096, environment=NCCL, nvlink_bandwidth=100e9
+    ),
     "small, zero-bubble": Case("4GB", SMALL, 8, 4, STRATEGIES["zero-bubble"], num_devices=2, start=4624),
     "small, mobius": Case(
         "4GB", SMALL, 8, 4, STRATEGIES["mobius"].replace("insert-fetch", "insert-fetch{swap=true}"), fetching,

@@ -163,12 +163,15 @@ def _connections(programs: Sequence[Program], hardware: Hardware) -> Iterator[st
     rows: dict[str, list[str]] = {}
     for device, found in gpu_connections([bind_one(program, 0) for program in programs], hardware).items():
         reserve = hardware.devices[device].reserve
-        stated_bytes = 0 if reserve is None else reserve.messages_bytes
         words = [f"{found.messages} for messages"] * (found.messages > 0)
         words += [f"{found.groups} for groups"] * (found.groups > 0)
-        more = f", of which {format_bytes(stated_bytes)} are reserved" if found.num_bytes > stated_bytes else ""
-        text = f"communicators: {' and '.join(words)}, {found.connections} connections, buffers up to "
-        rows.setdefault(f"{text}{format_bytes(found.num_bytes)}{more}", []).append(hardware.devices[device].name)
+        how = "measured" if found.measured else "not measured: the most by NCCL's source"
+        kept = "" if reserve is None else f"; {format_bytes(reserve.messages_bytes)} of the GPU is reserved"
+        text = (
+            f"communicators: {' and '.join(words)}, {format_bytes(found.rest_bytes)} at rest, {found.connections} "
+            f"connections, buffers up to {format_bytes(found.buffer_bytes)} ({how}){kept}"
+        )
+        rows.setdefault(text, []).append(hardware.devices[device].name)
     yield from (f"  {text}, on {', '.join(names)}" for text, names in rows.items())
 
 

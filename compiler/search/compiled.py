@@ -17,7 +17,7 @@ from typing import Any
 from ...graph.opgraph import OpGraph
 from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
 from ...ir.machine.hardware import Hardware
-from ...ir.program import WRITTEN_OUT, Program
+from ...ir.program import WRITTEN_OUT, Program, reserve_communicators
 from ...ir.units import format_bytes
 from ...ir.verify import verify
 from ...passes.base import Pass, check_contracts
@@ -172,6 +172,7 @@ class CandidateCompiler:
         self.graph, self.hardware, self.options = graph, hardware, options
         self.decided, self.dump = decided, dump
         self._known: dict[tuple[Pass, ...], Prefix | PenstockError] = {}
+        self._with_less: dict[tuple[int, ...], CandidateCompiler] = {}  # by the budgets of the devices
         self._rewriter = Rewriter(hardware)
 
     def lane(self, candidate: Candidate) -> Draft:
@@ -219,12 +220,32 @@ class CandidateCompiler:
         return found
 
     def finish(self, placed: PlacedCandidate) -> CompiledCandidate:
-        """Make and simulate the programs, still unproven. Raises `DoesNotFit` where a memory is too small."""
+        """Make and simulate the programs, still unproven. Raises `DoesNotFit` where a memory is too small.
+
+        How many communicators a GPU has is known when there are programs. Those that leave no room for them are made
+        once more, for a machine that has them in its reserve.
+        """
+        try:
+            return self._finish(placed)
+        except DoesNotFit:
+            machine = placed.draft.machine
+            budgets = tuple(device.budget_bytes for device in machine.devices)
+            if budgets == tuple(device.budget_bytes for device in self.hardware.devices):
+                raise
+        if budgets not in self._with_less:
+            self._with_less[budgets] = CandidateCompiler(
+                self.graph, machine, self.options, self.decided, self.dump, self.work
+            )
+        tighter = self._with_less[budgets]
+        return tighter._finish(tighter.place(placed.candidate))
+
+    def _finish(self, placed: PlacedCandidate) -> CompiledCandidate:
         draft = placed.draft
         try:
             decisions, records = self._run(draft, placed.todo)
         finally:
             self.work.add(MADE_S * _num_ops(draft))
+        draft.use_machine(reserve_communicators(draft.programs, draft.machine))
         check_fit(draft)
         in_turns = placed.candidate.find(TakeTurns) is not None and sharing(draft.programs, draft.lane_hardware)
         self.work.add(SIMULATED_S * _num_ops(draft) * _num_simulated_lanes(draft) * (1 + 2 * bool(in_turns)))

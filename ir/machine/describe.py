@@ -81,6 +81,11 @@ def _describe_host(host: Host, complex_sizes: list[int]) -> str:
         parts += _describe_shares("messages of", host.nvlink_message_shares, message_text)
     elif host.p2p:
         parts.append("peer to peer")
+    if host.communicators is not None:
+        rest, *ends = (
+            format_bytes(getattr(host.communicators, f"{name}_bytes")) for name in ("rest", "sender", "receiver")
+        )
+        parts.append(f"a communicator takes {rest} at rest, a connection of it {' and '.join(ends)}")
     if host.ssds:
         read, write = host.ssd_bandwidths
         size = format_bytes(sum(s.size_bytes for s in host.ssds))

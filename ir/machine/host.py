@@ -57,6 +57,21 @@ class CpuRates(MachinePart):
     rates: RateTable | None = None
 
 
+class CommunicatorMemory(MachinePart):
+    """The bytes that communicators of NCCL take of a GPU beside a plan's values, as measured.
+
+    `library_bytes`: with the first of a process, once; `rest_bytes`: each, before it is used. A connection for messages
+    takes `sender_bytes` of the GPU that sends and `receiver_bytes` of the other, one by which a group gathers and adds
+    up `group_bytes`, on average of both ends.
+    """
+
+    library_bytes: SomeBytes = 0
+    rest_bytes: SomeBytes
+    sender_bytes: SomeBytes
+    receiver_bytes: SomeBytes
+    group_bytes: SomeBytes
+
+
 class Host(MachinePart):
     """One machine: DRAM, CPU, root complexes, disks.
 
@@ -66,6 +81,7 @@ class Host(MachinePart):
     `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
     devices it is the loopback between two worker processes. `nvlink_message_shares` is the share of it that messages
     reach by their bytes, besides their latency; `ssd_shares` the share of the sum of rates that N disks reach together.
+    `communicators` has the bytes of a GPU that NCCL takes; without it they are the most by NCCL's source.
     `staged_bandwidth` is the most that messages of one GPU reach through DRAM, without P2P and NVLink.
     With `shared_memory` the devices have no memory of their own: what they may use is part of the usable DRAM, and the
     rest of it is the budget of DRAM, so that both together stay within `dram_usable_fraction` of the one memory.
@@ -90,6 +106,7 @@ class Host(MachinePart):
     nvlink_bandwidth: Rate | None = None
     nvlink_latency_s: Seconds = 5e-6
     nvlink_message_shares: MessageShares | None = None
+    communicators: CommunicatorMemory | None = None
     cpu_rates: list[CpuRates] = []  # as measured; `with_` gives CPU devices those of the threads that they will have
     price_dollars: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # to buy, devices included
     price_dollars_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # to rent

@@ -81,8 +81,8 @@ def stated_reserve(num_devices: int, display: bool, memory_bytes: int) -> Docume
     """The bytes that each GPU holds besides a plan's values, where they were not measured.
 
     A process's context with torch's kernels took 400 to 500 MiB on the cards of the last generations; torch gives
-    cuBLAS `CUBLAS_BYTES` a stream and thread; NCCL's channels take up to 256 MiB where GPUs exchange values;
-    a desktop takes half a GiB.
+    cuBLAS `CUBLAS_BYTES` a stream and thread; a desktop takes half a GiB. `MESSAGES_BYTES` are left for communicators;
+    a plan whose communicators take more leaves more (`reserve_communicators`).
     """
     return {
         "context_bytes": 512 * MIB, "libraries_bytes": CUBLAS_PAIRS * CUBLAS_BYTES,

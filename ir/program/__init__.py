@@ -25,10 +25,14 @@ from ..stages.stage import (
 )
 from .communicators import (
     MESSAGE_BLOCKS,
+    NcclMemory,
     add_communicator_waits,
+    connections_of_group,
     gpu_connections,
     message_communicators,
     pair_of,
+    reserve_communicators,
+    ring_of,
 )
 from .drain import Drain, computed_again, drain_of
 from .graphs import StageGraphs, graph_bytes, graphs_of_stages, no_graphs_text, reasons_without_graphs

@@ -32,6 +32,7 @@ def holds_no_more_than_it_may(found: dict[str, Any]) -> None:
         "fetched from DRAM, dropout",
         "small, whole logits",
         pytest.param("small, 1f1b", marks=[two_gpus, pytest.mark.multi]),
+        pytest.param("small, 1f1b, NVLink", marks=[two_gpus, pytest.mark.multi]),  # what NCCL takes is not a plan's
         pytest.param("small, mobius", marks=[two_gpus, pytest.mark.multi]),  # two large pools on a device
         pytest.param("small, zero-bubble", marks=[two_gpus, pytest.mark.multi]),
     ],

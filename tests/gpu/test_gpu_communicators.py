@@ -104,7 +104,7 @@ def test_a_program_makes_what_its_plan_says_and_nothing_beside_a_message(tmp_pat
         plan = planned[index]
         assert counter("nccl communicators", said) == plan.messages + plan.groups == 3, said
         assert counter("nccl connections", said) <= plan.connections, said  # of ring and tree, the small sum takes one
-        assert counter("nccl connection MiB", said) << 20 <= plan.num_bytes, said
+        assert counter("nccl connection MiB", said) << 20 <= plan.buffer_bytes, said
 
 
 @pytest.mark.parametrize(

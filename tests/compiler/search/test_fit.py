@@ -13,10 +13,13 @@ from torch import nn
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.pipeline import parse_pipeline, run_passes
+from penstock.compiler.report.explain import _connections
+from penstock.compiler.search.candidate import Candidate
+from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.fit import check_fit, check_states_fit
 from penstock.ir.errors import DoesNotFit
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import profile_memory
+from penstock.ir.program import gpu_connections, profile_memory
 from penstock.passes.draft import Draft, Options
 from penstock.tests.zoo import zoo
 
@@ -47,6 +50,33 @@ def test_to_the_byte(swapped: Draft) -> None:
     with pytest.raises(DoesNotFit, match=r"dram0 .* missing 1\.00 B: .*states .*fewer states") as caught:
         check_fit(on(swapped, memory=device, dram=dram - 1, dram_usable_fraction=1.0))
     assert caught.value.missing_bytes == 1 and caught.value.memory == "dram0"
+
+
+def test_a_plan_leaves_room_for_its_communicators(swapped: Draft) -> None:
+    """Over NVLink they take more than is stated for messages. With room for the plan, or for them, the plan becomes
+    another, which fits beside them."""
+
+    def compiled_for(memory_bytes: int) -> tuple[Draft, list[int]]:
+        device = {**gpu, "memory_bytes": memory_bytes, "usable_fraction": 1.0, "reserve": {"messages_bytes": 1 << 20}}
+        hardware = Hardware.model_validate({**machine, "devices": [{**device, "name": name} for name in ("a", "b")]})
+        compiler = CandidateCompiler(swapped.graph, hardware, swapped.options)
+        draft = compiler.finish(compiler.place(Candidate.parse("1f1b", 2))).draft
+        return draft, [profile_memory(program).peak_bytes["device"] for program in draft.programs]
+
+    machine = Hardware.from_any("a100-80gbx2").model_dump()
+    gpu = machine["devices"][0]
+    roomy, peaks = compiled_for(1 << 34)
+    (taken_bytes,) = {each.num_bytes for each in gpu_connections(roomy.programs, roomy.machine).values()}
+    assert [*_connections(roomy.programs, roomy.machine)] == [
+        "  communicators: 2 for messages and 1 for groups, 396 MiB at rest, 4 connections, buffers up to 576 MiB (not "
+        "measured: the most by NCCL's source); 972 MiB of the GPU is reserved, on a, b"
+    ]
+    tight, tight_peaks = compiled_for(taken_bytes + max(peaks) - 1)
+    assert max(tight_peaks) < max(peaks)
+    for device in tight.machine.devices:
+        assert device.reserve is not None and device.reserve.messages_bytes == taken_bytes == 972 << 20
+        assert device.budget_bytes == max(peaks) - 1
+    assert tight.lane_hardware is tight.machine
 
 
 def test_what_lasts_between_steps_is_checked_before_tracing() -> None:

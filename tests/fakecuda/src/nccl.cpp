@@ -177,6 +177,7 @@ ncclResult_t connect(Comm* comm, const std::vector<Op>& ops, Others& others) {
     wake(own);
     if (message) others.push_back({comm, &pair->ends[op.what == SEND]});
     else for (int r = 0; r < comm->size; r++) others.push_back({comm, &comm->shared->seats[r].connected[large]});
+    if (!message && comm->size == 2 && comm->shared->seats[comm->rank].connected[!large]) continue;  // a tree of two is a ring
     megabytes += size_t(channels(comm)) * (op.what == SEND ? 2 : op.what == RECV ? 10 : 12);
     fakecuda_note("nccl connections", message ? 1 : 2);
   }

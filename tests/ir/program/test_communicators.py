@@ -20,6 +20,7 @@ from penstock.ir.program import (
     gpu_connections,
     message_communicators,
     place_frees,
+    reserve_communicators,
 )
 from penstock.ir.program.communicators import Communicator
 from penstock.ir.verify.case import Case
@@ -150,18 +151,44 @@ def test_one_communicator_for_both_directions_is_refused(monkeypatch: pytest.Mon
     assert 'rt.send(x, dst=1, tag="t0")' in text and 'rt.recv("stage0.h1", src=1, tag="t1")' in text
 
 
+MIB = 1 << 20
+MEASURED = {
+    "library_bytes": 70 * MIB, "rest_bytes": 9 * MIB, "sender_bytes": 16 * MIB, "receiver_bytes": 64 * MIB,
+    "group_bytes": 100 * MIB,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("machine", "megabytes"),
+    ("machine", "measured", "rest_mib", "buffer_mib"),
     [
-        ("rtx4090x4", 0),  # without P2P the buffers are in DRAM
-        ("a100-80gbx4", 2 * 16 * 12 + 32 * 24),  # in the middle of a line, and in a ring and a tree
+        ("rtx4090x4", None, 3 * 2 * (2 + 3 * 2), 0),  # without P2P the buffers are in DRAM
+        # In the middle of a line, and in a ring and a tree.
+        ("a100-80gbx4", None, 2 * 2 * (2 + 3 * 16) + 2 * (2 + 3 * 32), 2 * 16 * 12 + 32 * 24),
+        ("a100-80gbx4", MEASURED, 70 + 3 * 9, 2 * (16 + 64) + 4 * 100),
+        ("rtx4090x4", MEASURED, 70 + 3 * 9, 2 * (16 + 64) + 4 * 100),
     ],
 )
-def test_what_the_communicators_of_a_gpu_take(machine: str, megabytes: int) -> None:
+def test_what_the_communicators_of_a_gpu_take(
+    machine: str, measured: dict[str, int] | None, rest_mib: int, buffer_mib: int
+) -> None:
     programs = pipeline(4, 4, 2, clip=True, fetched=False)
-    found = gpu_connections(programs, Hardware.from_any(machine))
+    found = gpu_connections(programs, Hardware.from_any(machine).with_(communicators=measured))
     assert [(each.messages, each.groups, each.connections) for each in found.values()] == [
         (2, 1, 6), (2, 1, 8), (2, 1, 8), (2, 1, 6)
     ]  # fmt: skip
-    assert found[1].num_bytes == megabytes << 20
+    assert (found[1].rest_bytes, found[1].buffer_bytes) == (rest_mib * MIB, buffer_mib * MIB)
+    assert found[1].measured == (measured is not None) and found[1].num_bytes == (rest_mib + buffer_mib) * MIB
     assert not gpu_connections(programs, Hardware.cpu(4))
+
+
+def test_the_reserve_of_a_gpu_has_room_for_its_communicators() -> None:
+    programs = pipeline(4, 4, 2, clip=True, fetched=False)
+    hardware = Hardware.from_any("a100-80gbx4").with_(communicators=MEASURED)
+    reserved = reserve_communicators(programs, hardware)
+    taken = gpu_connections(programs, hardware)
+    assert [d.reserve.messages_bytes for d in reserved.devices if d.reserve] == [t.num_bytes for t in taken.values()]
+    assert reserve_communicators(programs, reserved) is reserved
+    part = hardware.with_(memory="40GB")  # whose rest has the reserve
+    assert reserve_communicators(programs, part) is part
+    for enough in (Hardware.from_any("rtx4090x4"), Hardware.from_any("rtx4090x1"), Hardware.cpu(4)):
+        assert reserve_communicators(programs if enough.num_devices > 1 else programs[:1], enough) is enough
