@@ -11,7 +11,7 @@ from penstock.bench.peers.gpu_setup import Row, Setup, note_call
 from penstock.bench.peers.several_gpus import hardware_of, number_of_gpus, rows_of_ranks
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
-from penstock.runtime.measure import communicators
+from penstock.ir.program import MESSAGE_BLOCKS, NcclMemory, connections_of_group, ring_of
 from penstock.runtime.simulate import CostModel
 from penstock.runtime.simulate.collectives import rounds_of
 from penstock.runtime.simulate.costs import URGENT
@@ -21,6 +21,11 @@ KIB, MIB = 2**10, 2**20
 GATHERED_BYTES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)  # of the whole value
 MESSAGE_BYTES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
 GATHER, BY_HOST, SUM, MESSAGE = "gather", "gather by host", "reduce-scatter", "message"
+
+MEMORY = {  # the figures of `communicator_bytes`
+    "first": "for messages, at rest", "message": "the first message", "rest": "of a group, at rest",
+    "gather": "its first gather", "sums": "its sums, after a gather",
+}  # fmt: skip
 
 
 def exchanges(setup: Setup) -> Iterator[Row]:
@@ -75,8 +80,20 @@ def rows_of_memory(ranks: list[Row], hardware: Hardware) -> Iterator[Row]:
     """A row for each step of `communicators`, in which `measured` has a number of each of the members."""
     ranks = sorted(ranks, key=lambda row: row["rank"])
     members = ranks[0]["members"]
-    reserves = [hardware.devices[device].reserve for device in members]
-    reserved_bytes = [0 if reserve is None else reserve.messages_bytes for reserve in reserves]
-    for name in communicators.STEPS:
+    counted = [counted_bytes(members, device, hardware) for device in members]
+    for name, words in MEMORY.items():
         taken = [row["taken"].get(name, 0) for row in ranks]
-        yield note_call(f"bytes of communicators: {name}", taken, members=members, reserved_bytes=reserved_bytes)
+        planned_bytes = [each[name] for each in counted]
+        yield note_call(f"bytes of communicators: {words}", taken, members=members, planned_bytes=planned_bytes)
+
+
+def counted_bytes(members: list[int], device: int, hardware: Hardware) -> dict[str, int]:
+    """The bytes of a GPU that a plan counts for each step of `MEMORY`: NCCL adds up in a ring and a tree."""
+    memory = NcclMemory(hardware, device)
+    ring_bytes = sum(map(memory.group_bytes, ring_of(members, device)))
+    pair = members[0], members[1]
+    return {
+        "first": memory.rest_bytes(1, 0), "message": memory.message_bytes(pair, MESSAGE_BLOCKS) * (device in pair),
+        "rest": memory.rest_bytes(0, 1), "gather": ring_bytes,
+        "sums": ring_bytes * (connections_of_group(len(members)) // 2 - 1),
+    }  # fmt: skip

@@ -2,10 +2,15 @@
 
 They take some when they are made, more with the first message to and from each peer, and more with the first gather and
 the first sum, as `ir/program/communicators.py` counts.
+
+Run as `python -m penstock.runtime.measure.communicators RANK COUNT PATH`, once for each GPU, with a file that does not
+exist yet. Prints one line of JSON.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +22,15 @@ from ..device.exchange import gather_rows, sum_rows
 from ..device.peers import nccl_communicator
 from .cpu import MIB
 
-MESSAGES, MESSAGE = "for messages, at rest", "the first message"
-GROUP, GATHER, SUMS = "of a group, at rest", "its first gather", "its sums, after a gather"
-STEPS = (MESSAGES, MESSAGE, GROUP, GATHER, SUMS)
 ROW_BYTES = 4 * MIB  # of each member: NCCL has other algorithms for few bytes
 
 
 def communicator_bytes(store: dist.Store, rank: int, count: int, device: torch.device) -> dict[str, int]:
-    """The bytes of this GPU that two communicators of `count` GPUs take, one for messages and one for a group, in the
-    order in which they come; the process of each of the GPUs must call it. The first communicator of a process also
-    loads NCCL's kernels. The first message is from rank 0 to rank 1: other ranks have nothing of it.
+    """The bytes of this GPU that two communicators of `count` GPUs take; the process of each of the GPUs must call it.
+
+    `first`: one for messages, before it is used, with NCCL's kernels if it is the first of this process. `message`: the
+    connection of its first message, from rank 0 to rank 1, of which other ranks have nothing. `rest`: one of a group,
+    before it is used. `gather`: the connections of its first gather. `sums`: those of its first sums, after the gather.
     """
     rows = torch.zeros(count, ROW_BYTES // 4, device=device)
     spare, found = torch.zeros_like(rows[0]), dict[str, int]()
@@ -42,16 +46,26 @@ def communicator_bytes(store: dist.Store, rank: int, count: int, device: torch.d
     def make(name: str, most_blocks: int | None = None) -> Any:
         return nccl_communicator(dist.PrefixStore(name, store), rank, count, device, most_blocks)
 
-    messages = measure(MESSAGES, lambda: make("messages", MESSAGE_BLOCKS))
+    messages = measure("first", lambda: make("messages", MESSAGE_BLOCKS))
     if rank < 2:
         begin = messages.recv if rank else messages.send
-        measure(MESSAGE, lambda: begin([spare], 1 - rank, 0).wait())
-    group, seats = measure(GROUP, lambda: make("group")), Seats(rank, tuple(range(count)), ())
+        measure("message", lambda: begin([spare], 1 - rank, 0).wait())
+    group, seats = measure("rest", lambda: make("group")), Seats(rank, tuple(range(count)), ())
 
     def sums() -> None:
         sum_rows(group, rows, spare, None, seats)
         group.allreduce([rows], dist.AllreduceOptions()).wait()
 
-    measure(GATHER, lambda: gather_rows(group, seats, rows, hierarchical=False))
-    measure(SUMS, sums)
+    measure("gather", lambda: gather_rows(group, seats, rows, hierarchical=False))
+    measure("sums", sums)
     return found
+
+
+def main(rank: str, count: str, path: str) -> None:
+    device = torch.device("cuda", int(rank))
+    torch.cuda.set_device(device)
+    print(json.dumps(communicator_bytes(dist.FileStore(path, int(count)), int(rank), int(count), device)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.machine.presets import MESSAGES_BYTES
 from .cpu import MIB, adamw_params_per_s, call_overhead_s, copy_bandwidth, fastest_adamw
 from .disks import rates_of_disks
 from .links import link_shares
@@ -88,25 +87,13 @@ def rate_table(device: int, overhead_s: float) -> dict[str, Any]:
 
 
 def measured_reserves(num_devices: int) -> list[dict[str, int]]:
-    """Per GPU the bytes of a context together with what other programs hold, of the libraries' workspaces, and of
-    messages' buffers.
-
-    To be called before anything is allocated. NCCL's buffers are those of a sum; exchanges of pairs may take more, so
-    that what is stated for messages counts where it is more.
-    """
+    """Per GPU the bytes of a context together with what other programs hold, and of the libraries' workspaces. To be
+    called before anything is allocated."""
     devices = range(num_devices)
     held_bytes = [total - free for free, total in map(torch.cuda.mem_get_info, devices)]
     library_bytes = [_library_bytes(device) for device in devices]
-    messages_bytes = [0] * num_devices
-    if num_devices > 1:
-        ones = [torch.ones(1024, device=f"cuda:{device}") for device in devices]
-        before_bytes = [torch.cuda.mem_get_info(device)[0] for device in devices]
-        torch.cuda.nccl.all_reduce(ones)
-        after_bytes = [torch.cuda.mem_get_info(device)[0] for device in devices]
-        taken_bytes = [before - after for before, after in zip(before_bytes, after_bytes, strict=True)]
-        messages_bytes = [max(MESSAGES_BYTES, taken) for taken in taken_bytes]
-    parts = zip(held_bytes, library_bytes, messages_bytes, strict=True)
-    return [{"context_bytes": a, "libraries_bytes": b, "messages_bytes": c} for a, b, c in parts]
+    parts = zip(held_bytes, library_bytes, strict=True)
+    return [{"context_bytes": a, "libraries_bytes": b} for a, b in parts]
 
 
 def _library_bytes(device: int) -> int:

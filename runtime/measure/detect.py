@@ -26,6 +26,7 @@ from ...ir.machine.gpu_parts import PARTS
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.presets import PCIE_X16, SHARED_CAP, SHARED_DEVICE, gpu, stated_reserve
 from ...ir.machine.spelling import bare_name, parts_like
+from ...ir.program import connections_of_group
 from ..accelerator import links_bandwidth, require_known_gpus
 from ..children import start_module
 from ..ssd.folder import free_space
@@ -419,4 +420,20 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
     }
     if host["nvlink_bandwidth"] is not None and "peer" in report:
         host |= _fabric_fields(report["peer"])
+    if len(devices) > 1:
+        host["communicators"] = _communicator_memory(len(devices), host["cpu_cores"])
     _set_disks(document, report)
+
+
+def _communicator_memory(count: int, cores: int) -> dict[str, int]:
+    """The fields of a `CommunicatorMemory`, from a process for each of `count` GPUs, as they train."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [[str(rank), str(count), str(Path(folder) / "rendezvous")] for rank in range(count)]
+        reports = run_children("communicators", ranks, max(1, cores // count))
+    rest_bytes = max(report["rest"] for report in reports)
+    group_bytes = max(report["gather"] + report["sums"] for report in reports)
+    return {
+        "library_bytes": max(0, max(report["first"] for report in reports) - rest_bytes), "rest_bytes": rest_bytes,
+        "sender_bytes": reports[0]["message"], "receiver_bytes": reports[1]["message"],
+        "group_bytes": -(-group_bytes // connections_of_group(count)),
+    }  # fmt: skip

@@ -179,6 +179,10 @@ def test_exchanges_are_beside_what_the_simulator_counts() -> None:
     for exchange, seconds in wanted.items():
         found = exchanges.predicted_s(exchange, [0, 1, 2, 3], num_bytes, hardware, [0, 0, 1, 1])
         assert found == pytest.approx(seconds), exchange
+    counted = exchanges.counted_bytes([0, 1, 2, 3], 1, hardware)  # 32 channels of a group, 16 of messages
+    assert {name: num_bytes >> 20 for name, num_bytes in counted.items()} == {
+        "first": 2 * (2 + 3 * 16), "message": 16 * 10, "rest": 2 * (2 + 3 * 32), "gather": 32 * 12, "sums": 32 * 12
+    }  # fmt: skip
     message_s = exchanges.predicted_s("message", [1, 3], num_bytes, hardware, [])
     assert message_s == pytest.approx(latency_s + num_bytes / rate)
 

@@ -19,12 +19,11 @@ import torch
 from penstock.bench import gpu_first
 from penstock.bench.gpu.device_tests import OVER
 from penstock.bench.gpu.ledger import ENDS, FILE
-from penstock.bench.peers.exchanges import BY_HOST, GATHER, MESSAGE, SUM
+from penstock.bench.peers.exchanges import BY_HOST, GATHER, MEMORY, MESSAGE, SUM
 from penstock.bench.peers.extensions import FOLDER, LINKED, ready_to_build
 from penstock.bench.peers.gpu_setup import Setup
 from penstock.bench.peers.several_gpus import RESIDENT, SWAPPED, several
 from penstock.bench.peers.several_ranks import FSDP, PIPELINE
-from penstock.runtime.measure.communicators import STEPS
 
 EMULATED = "FAKECUDA_TORCH" in os.environ  # there a process has the number of GPUs that it asks for
 EXCHANGES = """
@@ -93,10 +92,11 @@ def test_exchanges_are_timed_by_size_and_communicators_weighed(world: int, tmp_p
         (names[exchange], each, size): 1
         for exchange, several in members.items() for each in several for size in (64 << 10, 1 << 20)
     }  # fmt: skip
-    weighed = {(row["figure"], *row["members"]): row["measured"] for row in rows if "reserved_bytes" in row}
-    assert len(weighed) == len(STEPS) * (1 if world == 2 else 2)
+    weighed = {(row["figure"], *row["members"]): row["measured"] for row in rows if "planned_bytes" in row}
+    assert len(weighed) == len(MEMORY) * (1 if world == 2 else 2)
     if EMULATED:  # two channels of 2 MiB at a sender and 10 MiB at a receiver
-        rest, message, group, gather, sums = (weighed[(f"bytes of communicators: {name}", *every)] for name in STEPS)
+        taken = (weighed[(f"bytes of communicators: {words}", *every)] for words in MEMORY.values())
+        rest, message, group, gather, sums = taken
         assert rest == group == world * [8 << 20] and message == [4 << 20, 20 << 20, *[0] * (world - 2)]
         assert gather == world * [24 << 20] and sums == world * [0]
 

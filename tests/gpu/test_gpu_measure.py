@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from penstock.ir.machine.presets import CUBLAS_BYTES, CUBLAS_PAIRS, MESSAGES_BYTES
-from penstock.runtime.measure import cuda
+from penstock.ir.machine.host import CommunicatorMemory
+from penstock.ir.machine.presets import CUBLAS_BYTES, CUBLAS_PAIRS
+from penstock.runtime.measure import cuda, detect
 from penstock.runtime.measure.cpu import MIB, call_overhead_s
 from penstock.tests.gpu.rehearsal import on_gpu, only_on_gpu
 
+EMULATED = "FAKECUDA_TORCH" in os.environ
 pytestmark = [*on_gpu, only_on_gpu]
 
 
@@ -36,16 +39,16 @@ def test_rates_of_links_are_those_of_each_root_complex() -> None:
     assert set(rates) == {"down", "up", "both"} and all(len(row) == 1 and row[0] > 0 for row in rates.values())
 
 
+@pytest.mark.multi
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_the_reserve_of_two_gpus_sums_over_both() -> None:
-    """Both ranks of the sum are in this process; each waits on the default stream of its own GPU."""
-    reserves = cuda.measured_reserves(2)
-    torch.cuda.synchronize(0)
-    torch.cuda.synchronize(1)
-    assert all(reserve["messages_bytes"] >= MESSAGES_BYTES for reserve in reserves)
-    ones = [torch.ones(8, device=f"cuda:{device}") for device in range(2)]
-    torch.cuda.nccl.all_reduce(ones)
-    assert all(bool((sums == 2).all()) for sums in ones)
+def test_communicators_are_weighed_in_a_process_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FAKECUDA_DEVICES": "2", "FAKECUDA_NCCL_BUFFERS": "1", "FAKECUDA_NCCL_MB": "8"}.items():
+        monkeypatch.setenv(name, value)
+    found = CommunicatorMemory(**detect._communicator_memory(2, 2))
+    if EMULATED:  # two channels, of 2 MiB at a sender and 10 MiB at a receiver; no library
+        wanted = {"rest_bytes": 8, "sender_bytes": 4, "receiver_bytes": 20, "group_bytes": 12}
+        assert found == CommunicatorMemory(**{name: mib * MIB for name, mib in wanted.items()})
+    assert found.rest_bytes > 0 and found.sender_bytes <= found.receiver_bytes
 
 
 def test_work_that_takes_longer_than_its_slice_runs_twice() -> None:

@@ -15,6 +15,8 @@ import torch
 from penstock import Hardware
 from penstock.ir.errors import HardwareError
 from penstock.ir.machine.gpu_parts import PARTS
+from penstock.ir.machine.host import CommunicatorMemory
+from penstock.ir.machine.presets import MESSAGES_BYTES
 from penstock.runtime.measure import cpu as measure
 from penstock.runtime.measure import detect
 
@@ -294,30 +296,37 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     figures = {"rates": table, "memory": 800e9, "h2d": 24e9, "d2h": 25e9}
     report = {
         "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3,
-        "reserves": [{"context_bytes": 9**9, "libraries_bytes": 8**8, "messages_bytes": i} for i in range(3)],
+        "reserves": [{"context_bytes": 9**9, "libraries_bytes": 8**8}] * 3,
         "down": [24.5e9, 12e9], "up": [25.5e9, 12.5e9], "both": [41e9, 20e9],
         "host": {"adamw": 3e9, "adamw_threads": 6, "copy": 15e9},
         "disks": [{"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6}], "disk_shares": {"1": 1.0, "4": 0.8},
     }  # fmt: skip
 
+    taken = [{"first": 90, "rest": 20 + rank, "gather": 33, "sums": rank} for rank in range(3)]
+    taken[0]["message"], taken[1]["message"] = 4, 40
+
     def answer(module: str, arguments: list[list[str]], threads: int) -> list[dict[str, Any]]:
-        asked.append((module, *arguments[0]))
-        return [report]
+        asked.append((module, *arguments[0][:2]))
+        return taken if module == "communicators" else [report]
 
     monkeypatch.setattr(detect, "run_children", answer)
     monkeypatch.setattr(detect, "disk_directories", lambda: [str(tmp_path)])
     hardware = Hardware.detect(measure=True)
-    assert asked == [("cuda", "[[0, 1], [2]]", str(tmp_path))]
+    assert asked == [("cuda", "[[0, 1], [2]]", str(tmp_path)), ("communicators", "0", "3")]
     assert hardware.source.endswith("; all rates measured")
     device, host = hardware.devices[1], hardware.hosts[0]
     assert device.achieved_flops("bf16") == 61e12
     assert device.reserve is not None and device.reserve.gaps_bytes == device.memory_bytes // 32  # stated
-    assert device.reserve.num_bytes == 9**9 + 8**8 + 1 + device.reserve.gaps_bytes
+    assert device.reserve.num_bytes == 9**9 + 8**8 + MESSAGES_BYTES + device.reserve.gaps_bytes
+    assert host.communicators == CommunicatorMemory(
+        library_bytes=90 - 22, rest_bytes=22, sender_bytes=4, receiver_bytes=40, group_bytes=9
+    )
     assert device.rates is not None and device.rates.products["fp16"] == ((4096.0, 60e12),)
     assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
     assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
     assert [each.bandwidth_both for each in host.root_complexes] == [41e9, 20e9]
     assert (host.optimizer_params_per_s, host.optimizer_threads, host.dram_bandwidth) == (3e9, 6, 30e9)
+    assert "a communicator takes 22.0 B at rest, a connection of it 4.00 B and 40.0 B" in hardware.describe()
     assert "AdamW 3.00 G parameters/s with 6 threads" in hardware.describe()
     (disk,) = host.ssds
     assert (disk.read_bandwidth, disk.write_bandwidth, disk.latency_s) == (3e9, 2e9, 70e-6)
