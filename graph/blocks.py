@@ -7,7 +7,7 @@ rotary tables) belong to no block: every stage that uses them computes them anew
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,12 @@ from torch import fx, nn
 
 from ..ir.machine.call_mix import NO_CALLS, CallMix
 from ..ir.regions import mark_of
+from ..runtime.functions import part_statistics
 from .opgraph import OpGraph, value_tensors
 from .sizes.named import expressions_of
 from .turn_seconds import TurnSeconds
+
+BEGIN = 4  # the position of `begin` among the arguments of `part_statistics`
 
 
 @dataclass(frozen=True)
@@ -114,20 +117,30 @@ def node_outputs(nodes: Iterable[fx.Node], wanted: Callable[[fx.Node], bool] = l
     return [n for n in nodes if any(user not in inside and wanted(user) for user in n.users)]
 
 
-def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], inputs: list[fx.Node]) -> str:
-    """A hash that is equal for blocks that do the same computation on the same shapes under the same local names."""
+def structural_hash(
+    graph: OpGraph,
+    name: str,
+    nodes: tuple[fx.Node, ...],
+    inputs: Sequence[fx.Node],
+    for_costs: bool = False,
+) -> str:
+    """A hash that is equal for blocks that do the same computation on the same shapes under the same local names.
+    `for_costs`: without what costs do not depend on: the names of tensors, and the first class of a part of a head."""
     name = name.partition("#")[0]
     number: dict[fx.Node, str] = {n: f"in{i}" for i, n in enumerate(inputs)}
     text = [f"{number[n]} {_signature(n.meta.get('val'))}" for n in inputs]
     for i, node in enumerate(nodes):
         number[node] = f"v{i}"
-        target = _target(graph, name, node)
-        args = expressions_of(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))
+        target = _target(graph, name, node, for_costs)
+        args = node.args
+        if for_costs and node.target is part_statistics and type(args[BEGIN]) is int:
+            args = (*args[:BEGIN], 0, *args[BEGIN + 1 :])
+        told = expressions_of(fx.node.map_arg((args, node.kwargs), lambda n: _Name(number[n])))
         in_evaluation = (node.meta.get("eval_args"), node.meta.get("eval_kwargs"))
         evaluation = expressions_of(fx.node.map_arg(in_evaluation, lambda n: _Name(number.get(n, "?"))))
         flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"), *_look(node))
         path = _local(name, node.meta.get("module_path", ""))
-        text.append(f"v{i} {node.op} {target} {args} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")
+        text.append(f"v{i} {node.op} {target} {told} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")
     outside = [number[n] for n in node_outputs(nodes)]
     text.append(f"out {outside}")
     if graph.sum_dtype is not None:
@@ -155,7 +168,7 @@ def _local(block: str, path: str) -> str:
     return path[len(block) + 1 :] if block and (path == block or path.startswith(block + ".")) else path
 
 
-def _target(graph: OpGraph, block: str, node: fx.Node) -> str:
+def _target(graph: OpGraph, block: str, node: fx.Node, for_costs: bool) -> str:
     if node.op == "call_module":
         leaf = graph.module.get_submodule(str(node.target))
         held = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
@@ -163,7 +176,7 @@ def _target(graph: OpGraph, block: str, node: fx.Node) -> str:
         return f"{_local(block, str(node.target))} {leaf!r} {_settings(leaf)} {tensors}"
     if node.op == "get_attr":
         trained = [(p.requires_grad,) for p in graph.node_parameters(node).values()]
-        return f"{_local(block, str(node.target))} {trained}"
+        return f"{'' if for_costs else _local(block, str(node.target))} {trained}"
     if isinstance(node.target, str):
         return node.target
     owner = getattr(node.target, "__self__", None)  # the class of a custom autograd function

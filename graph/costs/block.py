@@ -27,13 +27,11 @@ from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...ir.regions import FusedRegion, Region, TiledRegion, mark_of, region_inputs, unread_regions, with_regions
 from ...runtime.functions import (
     attend_block,
-    chunked_cross_entropy,
     fuse,
     linear_4bit,
     linear_8bit,
     linear_float8,
     linear_packed,
-    part_statistics,
     with_gradients,
 )
 from ...runtime.functions.chunked_loss import slices
@@ -57,10 +55,10 @@ from ..kernels.attention import cuda_attention
 from ..kernels.call_rows import KernelCalls, MixRows
 from ..kernels.cuda_autocast import autocast_as
 from ..kernels.stand_ins import CUDA_STAND_INS, STAND_INS, cuda_dropout
+from ..operators.calls import IN_PIECES
 from ..operators.table import kernel_rows, workspace_bytes
 from ..opgraph import OpGraph
 
-IN_PIECES = (chunked_cross_entropy, part_statistics)
 UNPACKING = (linear_4bit, linear_8bit, linear_packed)  # their forward can leave backward the weight that it unpacks
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
 

@@ -11,7 +11,8 @@ from collections.abc import Hashable
 import torch
 from torch import fx
 
-from ..blocks import Block, BlockCost
+from ...runtime.functions import part_statistics
+from ..blocks import Block, BlockCost, structural_hash
 from ..opgraph import OpGraph, value_tensors
 from .block import measure
 
@@ -33,12 +34,27 @@ def measure_blocks(
 def _cost(graph: OpGraph, block: Block, device_kind: str, gaps_bytes: int | None) -> BlockCost:
     if not all(_is_ours(node) for node in block.nodes):
         return measure(graph, block, device_kind, gaps_bytes=gaps_bytes)
-    key = (block.hash, device_kind, gaps_bytes, graph.param_dtype, graph.autocast, _tensors(graph, block), _settings())
+    key = (
+        _hash(graph, block),
+        device_kind,
+        gaps_bytes,
+        graph.param_dtype,
+        graph.autocast,
+        _tensors(graph, block),
+        _settings(),
+    )
     if key not in _KNOWN:
         if len(_KNOWN) == MOST:
             _KNOWN.clear()
         _KNOWN[key] = measure(graph, block, device_kind, gaps_bytes=gaps_bytes)
     return _KNOWN[key]
+
+
+def _hash(graph: OpGraph, block: Block) -> str:
+    """A hash that is equal for blocks of equal cost: also for parts of a head that differ only in their classes."""
+    if not any(node.target is part_statistics for node in block.nodes):
+        return block.hash
+    return structural_hash(graph, block.layer or block.name, block.nodes, block.inputs, for_costs=True)
 
 
 def _is_ours(node: fx.Node) -> bool:

@@ -6,13 +6,14 @@ Answers are kept for calls that are alike, in any graph of the same step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from ...runtime.functions import chunked_cross_entropy, part_statistics
 from ...runtime.torch_names import FakeTensor, TorchDispatchMode
 from ..opgraph import OpGraph, value_tensors
 from .record import UNKNOWN, Elements, OperatorCall, is_pointwise, no_record, operator_name, record_name
@@ -20,6 +21,7 @@ from .table import operator_of
 
 Known = TypeVar("Known")
 NO_ELEMENTS = (-1, frozenset[Elements]())
+IN_PIECES = (chunked_cross_entropy, part_statistics)  # each piece calls the same operators
 
 
 class CallRecorder(TorchDispatchMode):
@@ -57,6 +59,8 @@ def run_again(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype] | None = None
         operands = {n: n.meta["val"] for n in node.all_input_nodes}
         operands |= {n: operands[n].to(dtype) for n, dtype in (dtypes or {}).items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+        if node.target in IN_PIECES:
+            kwargs = {**kwargs, "pieces": _first_piece}
         call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
         with CallRecorder() as recorder:
             try:
@@ -64,6 +68,10 @@ def run_again(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype] | None = None
             except Exception:  # of any kind, by what the user calls
                 return None
     return Rerun(operands, value, recorder.calls)
+
+
+def _first_piece(total: int, size: int) -> Iterator[slice]:
+    yield slice(0, min(size, total))
 
 
 def operators(graph: OpGraph, node: fx.Node) -> tuple[Any, ...] | None:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,7 +17,9 @@ from penstock.graph.costs.block import measure
 from penstock.graph.costs.measured import measure_blocks
 from penstock.graph.layers import find_blocks
 from penstock.passes.rewrite.coarsen import Coarsen
-from penstock.tests.passes.running import chain, draft_of, trace_case
+from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
+from penstock.runtime.functions import part_statistics
+from penstock.tests.passes.running import apply, chain, draft_of, trace_case
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
@@ -94,3 +97,23 @@ def test_blocks_of_one_hash_are_measured_once(runs: mock.Mock) -> None:
     Coarsen().rewrite(draft, Coarsen().plan(draft))
     done = [call.args[1].hash for call in runs.call_args_list]
     assert len(done) == len(set(done)) == 3 < len(draft.blocks)
+
+
+class Guess(nn.Module):
+    """A model whose head is its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(320, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(self.table(words), self.table.weight)[0], words[0])
+
+
+def test_parts_of_a_head_that_differ_in_their_classes_are_measured_once(runs: mock.Mock) -> None:
+    draft = draft_of(trace(Guess(), {"words": torch.zeros(1, 29, dtype=torch.long)}))
+    apply(draft, SplitVocabulary(8), Coarsen())
+    heads = [block for block in draft.blocks if any(node.target is part_statistics for node in block.nodes)]
+    measured_heads = [call.args[1] for call in runs.call_args_list if call.args[1].hash in {b.hash for b in heads}]
+    assert len(heads) == 8 and len(measured_heads) <= 3  # the first, those between, the last
+    assert [block.cost for block in heads] == [measure(draft.graph, block) for block in heads]

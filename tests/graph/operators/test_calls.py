@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.compiler.batches.shape import micro_batch_spec
+from penstock.compiler.capture.trace import trace
 from penstock.compiler.loss import capture
 from penstock.graph.operators.calls import (
     copied_operand,
@@ -20,6 +22,9 @@ from penstock.graph.operators.calls import (
     unread_operand,
 )
 from penstock.graph.operators.record import Elements, operator_name
+from penstock.passes.rewrite.chunk_loss import ChunkLoss
+from penstock.runtime.functions import chunked_cross_entropy
+from penstock.tests.passes.running import apply, draft_of
 
 CASTS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.double(), lambda x: x.to(torch.float16), lambda x: x.type_as(x.sum().double()), lambda x: x.clone(),
@@ -118,3 +123,22 @@ def test_calls_that_ask_for_a_type_themselves() -> None:
             (given,) = [node for node in graph.nodes if node.op == "placeholder"]
             readers = [node for node in given.users if node.op != "call_module"]
             assert all((result_dtype(graph, node, torch.bfloat16) == fp32) == asks for node in readers) and readers
+
+
+class Guess(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), words)
+
+
+def test_one_chunk_of_a_loss_tells_its_operators() -> None:
+    """All chunks call the same operators, and there may be thousands of chunks."""
+    batch = {"x": torch.zeros(64, 4), "words": torch.zeros(64, dtype=torch.long)}
+    draft = draft_of(trace(Guess(), batch))
+    apply(draft, ChunkLoss(1))
+    loss = next(node for node in draft.graph.nodes if node.target is chunked_cross_entropy)
+    called = operators(draft.graph, loss) or ()
+    assert [operator_name(func) for func in called].count("mm") == 1
