@@ -86,7 +86,7 @@ class Imports:
         if module.partition(".")[0] == "torch" and _resolve(module, path) is thing:
             self.lines[module] = f"import {module}"
             return f"{module}.{path}"
-        if is_importable(module) and _resolve(module, path) is thing:
+        if _can_import(thing):
             head, _, rest = path.partition(".")
             name = self._free(head, _resolve(module, head))
             self.lines[f"{module}.{head}"] = f"from {module} import {head}" + (f" as {name}" if name != head else "")
@@ -148,7 +148,7 @@ class Imports:
             self.lines.setdefault(name, IMPORT_LINES.get(name, line))
         elif isinstance(value, (bool, int, float, str, type(None))):
             self.copied[name] = f"{name} = {value!r}"
-        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) or _can_import(value):
             if self.reference(value) != name:
                 module, path = value.__module__, value.__qualname__
                 self.lines[f"{name}:{module}"] = f"from {module} import {path} as {name}"
@@ -209,6 +209,12 @@ def is_importable(module: str) -> bool:
             return False
         path = spec.submodule_search_locations
     return True
+
+
+def _can_import(thing: Any) -> bool:
+    """Whether a thing is what a fresh interpreter imports by its module and name: a class, `typing.Optional`."""
+    module, path = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    return bool(module and path) and is_importable(module) and _resolve(module, path) is thing
 
 
 def _resolve(module: str, path: str) -> Any:
