@@ -80,25 +80,44 @@ def answer_about_length(frame: FrameType) -> bool | None:
 
 def _caller(frame: FrameType) -> FrameType | None:
     """The frame that calls a function by its name; None where another function, such as `map`, does, and where source
-    or Python (before 3.11) does not tell."""
+    does not tell."""
     caller = frame.f_back
-    if caller is None or sys.version_info < (3, 11):
+    if caller is None:
         return None
-    first, last, begin, end = next(itertools.islice(caller.f_code.co_positions(), caller.f_lasti // 2, None))
+    calls = _calls_at(caller) if sys.version_info >= (3, 11) else _calls_in_line(caller)
+    names = {getattr(call.func, "id", getattr(call.func, "attr", None)) for call in calls}
+    return caller if names == {frame.f_code.co_name} else None
+
+
+def _calls_at(frame: FrameType) -> list[ast.Call]:
+    """The call in source that a frame makes; none where it runs something else, or there is no source."""
+    assert sys.version_info >= (3, 11)
+    first, last, begin, end = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     if first is None or last is None:
-        return None
-    lines = [line.encode() for line in linecache.getlines(caller.f_code.co_filename)[first - 1 : last]]
+        return []
+    lines = [line.encode() for line in linecache.getlines(frame.f_code.co_filename)[first - 1 : last]]
     if not lines:
-        return None
+        return []
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][begin:]
     try:
-        called = ast.parse(b"".join(lines), mode="eval").body
+        found = ast.parse(b"".join(lines), mode="eval").body
     except SyntaxError:
-        return None
-    function = called.func if isinstance(called, ast.Call) else None
-    name = getattr(function, "id", getattr(function, "attr", None))
-    return caller if name == frame.f_code.co_name else None
+        return []
+    return [found] if isinstance(found, ast.Call) else []
+
+
+def _calls_in_line(frame: FrameType) -> list[ast.Call]:
+    """The calls in source around the line of a frame that makes one of them: before 3.11 Python knows no columns."""
+    code = _Code(frame)
+    if "CALL" not in code.all[code.here].opname:
+        return []
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+    except SyntaxError:
+        return []
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    return [each for each in calls if each.lineno <= frame.f_lineno <= (each.end_lineno or each.lineno)]
 
 
 def _is_error(value: object) -> bool:
@@ -122,6 +141,8 @@ class _Code:
         self.here = self.place_of[now]
         entries = getattr(dis.Bytecode(code), "exception_entries", ())  # of Python 3.11 and later
         self.caught = [range(e.start, e.end) for e in entries if not self._is_with(self.place_of[e.target])]
+        setups = [each for each in self.all if each.opname == "SETUP_FINALLY"]  # the same before 3.11
+        self.caught += [range(each.offset, int(each.argval)) for each in setups]
 
     def _is_with(self, handler: int) -> bool:
         """Whether what handles an error is the end of a `with`, which raises it again."""

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 import penstock
 from penstock.compiler.capture.trace import trace
+from penstock.compiler.capture.values import branches
 from penstock.graph.opgraph import is_check
 from penstock.ir.errors import CaptureError, WorkerError
 
@@ -113,6 +114,14 @@ class ByBranches(Checked):
         return checks_by_branches(x, self.layers[0](x)).square().mean()
 
 
+@pytest.fixture(params=["columns", "lines"])
+def source_of_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are found in source by columns, and by lines alone, as before Python 3.11."""
+    if request.param == "lines":
+        monkeypatch.setattr(branches, "_calls_at", branches._calls_in_line)
+
+
+@pytest.mark.usefixtures("source_of_calls")
 def test_branches_of_which_one_way_raises_are_checks() -> None:
     model, batch = ByBranches(), batch_of()
     graph = trace(model, batch)
@@ -183,6 +192,7 @@ def repeats(x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.usefixtures("source_of_calls")
 @pytest.mark.parametrize("branch", [catches, goes_on_later, goes_on, asks_by_another, goes_on_by_a_function, repeats])
 def test_a_branch_that_may_go_on_either_way_is_refused(branch: Any) -> None:
     class Branching(Checked):
