@@ -41,7 +41,7 @@ def text_of_blocks(draft: Draft) -> str:
     for block in draft.blocks:
         letter = letters.setdefault(block.hash, chr(ord("A") + len(letters)))
         reads, gives = ", ".join(n.name for n in block.inputs), ", ".join(n.name for n in block.outputs)
-        rows.append(f"{letter} {block.name}: {len(block.nodes)} nodes, {block.param_bytes} bytes")
+        rows.append(f"{letter} {block.name}: {block.param_bytes} bytes")
         rows.append(f"    {reads} -> {gives}")
     return "\n".join(rows) + "\n"
 
