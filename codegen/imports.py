@@ -214,7 +214,9 @@ def is_importable(module: str) -> bool:
 def _can_import(thing: Any) -> bool:
     """Whether a thing is what a fresh interpreter imports by its module and name: a class, `typing.Optional`."""
     module, path = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    return bool(module and path) and is_importable(module) and _resolve(module, path) is thing
+    if not isinstance(module, str) or not isinstance(path, str) or not path:
+        return False
+    return is_importable(module) and _resolve(module, path) is thing
 
 
 def _resolve(module: str, path: str) -> Any:
