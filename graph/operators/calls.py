@@ -59,12 +59,11 @@ def run_again(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype] | None = None
         operands = {n: n.meta["val"] for n in node.all_input_nodes}
         operands |= {n: operands[n].to(dtype) for n, dtype in (dtypes or {}).items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
-        if node.target in IN_PIECES:
-            kwargs = {**kwargs, "pieces": _first_piece}
+        more = {"pieces": _first_piece} if node.target in IN_PIECES else {}
         call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
         with CallRecorder() as recorder:
             try:
-                value = call(*args[node.op == "call_method" :], **kwargs)
+                value = call(*args[node.op == "call_method" :], **kwargs, **more)
             except Exception:  # of any kind, by what the user calls
                 return None
     return Rerun(operands, value, recorder.calls)
