@@ -67,9 +67,15 @@ CONSUMER_SSD = {
 MIB = 2**20
 MESSAGES_BYTES = 256 * MIB
 # torch's CublasHandlePool.cpp (2.13): the workspace of cuBLAS and cuBLASLt together, for each pair of a thread and a
-# stream with products; 8.125 MiB before Hopper. Forward has one such pair, and backward, on autograd's thread, another.
-# From 2.15 on each product gives it back, so that no more is taken.
+# stream with products. Forward has one such pair, and backward, on autograd's thread, another. From 2.15 on each
+# product gives it back, so that no more is taken.
 CUBLAS_BYTES, CUBLAS_PAIRS = 32 * MIB, 2
+CUBLAS_BYTES_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * 1024
+
+
+def cublas_bytes(capability: tuple[int, int]) -> int:
+    """The workspace of cuBLAS on a GPU of this compute capability."""
+    return CUBLAS_BYTES if capability >= (9, 0) else CUBLAS_BYTES_BEFORE_HOPPER
 
 
 def gaps_bytes(memory_bytes: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ir.machine.presets import cublas_bytes
 from .cpu import MIB, adamw_params_per_s, call_overhead_s, copy_bandwidth, fastest_adamw
 from .disks import rates_of_disks
 from .links import link_shares
@@ -97,13 +98,15 @@ def measured_reserves(num_devices: int) -> list[dict[str, int]]:
 
 
 def _library_bytes(device: int) -> int:
-    """The bytes that products leave allocated: workspaces of this thread and of autograd's."""
+    """The bytes of workspaces: what products leave allocated for this thread and for autograd's, and no less than one
+    product holds, as torch gives it back from 2.15 on."""
     before_bytes = torch.cuda.memory_allocated(device)
     rows = torch.ones(64, 64, device=f"cuda:{device}", requires_grad=True)
     (rows @ rows).sum().backward()
     rows.grad = None
     torch.cuda.synchronize(device)
-    return max(0, torch.cuda.memory_allocated(device) - before_bytes - rows.nbytes)
+    left_bytes = torch.cuda.memory_allocated(device) - before_bytes - rows.nbytes
+    return max(left_bytes, cublas_bytes(torch.cuda.get_device_capability(device)))
 
 
 def measured_tables(num_devices: int) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from packaging.version import Version
 
 from penstock.ir.machine.host import CommunicatorMemory
-from penstock.ir.machine.presets import CUBLAS_BYTES, CUBLAS_PAIRS
+from penstock.ir.machine.presets import CUBLAS_PAIRS, cublas_bytes
 from penstock.runtime.measure import cuda, detect
 from penstock.runtime.measure.cpu import MIB, call_overhead_s
 from penstock.tests.gpu.rehearsal import on_gpu, only_on_gpu
@@ -81,12 +82,13 @@ def test_gpus_of_one_name_share_a_table(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_reserve_holds_cublas_workspaces_of_forward_and_backward() -> None:
-    """A product and its backward leave one for each of their two threads, which cuBLASLt shares."""
+    """One at once or, before torch 2.15, one for each of the threads of forward and backward, which products leave."""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     found_bytes = cuda.measured_reserves(1)[0]["libraries_bytes"]
-    each_bytes = CUBLAS_BYTES if torch.cuda.get_device_capability(0) >= (9, 0) else (2 * 4096 + 8 * 16) * 1024
-    assert found_bytes == CUBLAS_PAIRS * each_bytes
+    each_bytes = cublas_bytes(torch.cuda.get_device_capability(0))
+    gives_back = Version(torch.__version__).release >= (2, 15)
+    assert found_bytes == (1 if gives_back else CUBLAS_PAIRS) * each_bytes
 
 
 def test_a_machine_of_eight_gpus_is_measured_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
