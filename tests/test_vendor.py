@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KNOWS = "runtime/accelerator.py"
 NAMES = "runtime/torch_names.py"
 # What measures a machine calls torch's own functions for its GPUs, one by one: the calls are what is measured.
-MEASURES = {f"runtime/measure/{name}.py" for name in ("blocks", "cpu", "cuda", "detect", "links")}
+MEASURES = {f"runtime/measure/{name}.py" for name in ("blocks", "communicators", "cpu", "cuda", "detect", "links")}
 # Text with a private name, which is quick to search.
 MAY_USE = re.compile(r"\btorch[\w.]*\._|from torch[\w.]* import (\([^)]*|.*)\b_")
 ROOMS = ("ir", "graph", "passes", "codegen", "runtime", "compiler", "data", "training", "integrations", "cli", "papers")

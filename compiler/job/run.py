@@ -171,8 +171,8 @@ class JobRun:
 
     def _start(self, source: WeightSource | None, refused: PenstockError | None = None) -> Driver:
         """The devices, without weights yet, at step 0. `source`: of frozen weights, which may stay where they are.
-        Raises `refused`, and `HardwareError` where this machine is not what the plan is for: too few GPUs, too little
-        DRAM, no directory for files."""
+        Raises `HardwareError` where this machine is not what the plan is for: too few GPUs, too little DRAM, no
+        directory for files; else `refused`."""
         try:
             require_machine(self.folder.hardware, self.programs, self.folder.settings.ssd_dirs)
             require_constants(self.folder)
@@ -180,11 +180,9 @@ class JobRun:
                 self._scratch = scratch.temporary("job")
                 self.directory = self.folder.write(self._scratch.path)
         except (HardwareError, PlanError) as error:
-            refused = refused or error
+            refused = error
         except OSError as error:
-            refused = refused or HardwareError(
-                f"the programs cannot be written: {error}; TMPDIR says where temporary files go"
-            )
+            refused = HardwareError(f"the programs cannot be written: {error}; TMPDIR says where temporary files go")
         self.step_count, self._last, self._unfinished = 0, None, None
         stages = self.folder.interface.stages.items()
         in_files = {name: {} if source is None else frozen_in_files(source, spec) for name, spec in stages}

@@ -62,8 +62,12 @@ class Format4bit:
             first, last = begin * width // self.blocksize, -(-end * width // self.blocksize)
             expand_blocks = absmax[first * absmax_bytes : last * absmax_bytes]
             outers = None if nested[0] is None else nested[0][first // outer * 4 : -(-last // outer) * 4]
-            state = replace(self, shape=(end - begin, width)).state(expand_blocks, (outers, *nested[1:]))
-            found[begin:end] = dequantize(packed[begin * width // 2 : -(-end * width // 2)], state)
+            count = (end - begin) * width
+            # As rows of a block each: any others the library's kernel for AVX-512 reads wrongly.
+            shape = (count,) if count % self.blocksize else (count // self.blocksize, self.blocksize)
+            state = replace(self, shape=shape).state(expand_blocks, (outers, *nested[1:]))
+            piece = dequantize(packed[begin * width // 2 : -(-end * width // 2)], state)
+            found[begin:end] = piece.reshape(end - begin, width)
         return found
 
     def _unpack_fake(self, weight: Tensor, absmax: Tensor, nested: Sequence[Tensor | None]) -> Tensor:

@@ -67,7 +67,9 @@ def test_unpacked_from_4_bits(kind: str, width: int, dtype: torch.dtype) -> None
     rest = [parts.get(name) for name in ("nested_absmax", "nested_quant_map", "nested_offset")]
     moved = torch.cat([torch.zeros(3, dtype=torch.uint8), parts["absmax"]])[3:]
     form = Format4bit((ROWS, width), 64, KINDS[kind][0], torch.bfloat16)
-    expected = bitsandbytes.functional.dequantize_4bit(whole.data, whole.quant_state)
+    whole.quant_state.shape = torch.Size((ROWS * width // 64, 64))  # bitsandbytes 0.50 on AVX-512 fails at rows of 96
+    expected = bitsandbytes.functional.dequantize_4bit(whole.data, whole.quant_state).reshape(ROWS, width)
+    assert (expected - weight).abs().max() < 0.3 * weight.abs().max()
     for absmax in (parts["absmax"], moved):
         assert torch.equal(form.unpack(whole.data, absmax, rest, dtype), expected.to(dtype))
 
