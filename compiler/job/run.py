@@ -170,8 +170,8 @@ class JobRun:
             return None, error
 
     def _start(self, source: WeightSource | None, refused: PenstockError | None = None) -> Driver:
-        """The devices, without weights yet, at step 0. `source`: of frozen weights, which may stay where they are.
-        Raises `HardwareError` where this machine is not what the plan is for: too few GPUs, too little DRAM, no
+        """The devices, without weights yet, at step 0. `source`: of the weights, whose files the devices may read in
+        place. Raises `HardwareError` where this machine is not what the plan is for: too few GPUs, too little DRAM, no
         directory for files; else `refused`."""
         try:
             require_machine(self.folder.hardware, self.programs, self.folder.settings.ssd_dirs)

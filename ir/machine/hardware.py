@@ -75,9 +75,9 @@ class Reserve(MachinePart):
     """The bytes of a GPU's memory that are not a plan's, part by part.
 
     `context_bytes` is what the driver takes for a process; `libraries_bytes` are workspaces of cuBLAS and other
-    libraries; `messages_bytes` is what communicators take, of any plan the least; `display_bytes` is what other
-    programs hold, such as a display; `gaps_bytes` is what torch's allocator holds for a plan that fills the memory and
-    cannot use: its rounding, and gaps between values.
+    libraries; `messages_bytes` are left for communicators, more of them by a plan that has many; `display_bytes` is
+    what other programs hold, such as a display; `gaps_bytes` is what torch's allocator holds for a plan that fills the
+    memory and cannot use: its rounding, and gaps between values.
     """
 
     context_bytes: SomeBytes = 0

@@ -21,8 +21,8 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Extent:
-    """The bytes from `begin` to `end` of a file, whole pages, which a file of the user's already has: from `position`
-    on, which need not begin a page. `stamp`: of that file when it was opened."""
+    """Whole pages of a scratch file, the bytes `begin` to `end`, whose contents a file of the user has from its byte
+    `position` on, not always the first of a page. `stamp`: that of the user's file when the job began."""
 
     begin: int
     end: int
@@ -57,7 +57,7 @@ def stamp_of(fd: int) -> tuple[int, int]:
 
 
 class OpenFiles:
-    """The user's files on one disk that were opened to be read. `descriptors`: they are added to it."""
+    """The user's files on one disk, opened for reading. `descriptors`: a list, to which their descriptors are added."""
 
     def __init__(self, device: int, descriptors: list[int]):
         self._device, self._descriptors = device, descriptors

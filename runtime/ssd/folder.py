@@ -77,9 +77,10 @@ class SsdFolder:
 
     def reserve(self, name: str, num_bytes: int, in_files: Iterable[tuple[int, FileRange]] = ()) -> SsdFile:
         """A file of `num_bytes`, rounded up to 4096, whose space is taken on the disks now. It holds nothing yet but
-        what is `in_files` on its disk: offsets in the new file, and the ranges of the user's files whose bytes begin
-        there. These take no space; several disks read faster than one, and `verify` needs all written, so that both do
-        without.
+        whole pages that the user's files have on its disk, which take no space.
+
+        `in_files`: offsets in the new file, each with the range of a user's file whose bytes begin there. A folder of
+        several disks, which read faster than one, and one with `verify`, whose pages all need checksums, ignore them.
 
         Raises `DoesNotFit` if a disk lacks the room, and then leaves nothing on the disks.
         """
